@@ -1,0 +1,35 @@
+# make demo: train a small GPT on two ranks, with DDP + AdamW and with shardstep.   make test: the tests.
+# make check: formatting, lint, types, then the tests.   Everything lives in .venv; nothing is installed twice.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test check lint bench clean
+
+demo: $(READY)
+	$(BIN)/shardstep demo $(ARGS)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint test
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/drop_in.py
+
+# The stamp is newer than what it was made from: an edited requirements.txt or pyproject.toml installs again, nothing else does.
+$(READY): requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,193 @@
+"""Ranks agree, or all of them raise the same error.
+
+An optimizer that refuses one parameter, a checkpoint read by one rank only, a layer frozen on one rank only: each of
+these used to end with one rank raising and the others waiting for it until the time-out. So whatever can fail or
+differ ends in one exchange of forty-eight bytes, after which every rank knows how every other rank fared. Only when
+something is wrong is there a second exchange, which carries the words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NoReturn
+
+from shardstep.runtime.collectives import Channel, PendingRecords, broadcast_bytes, gather_records
+
+_RECORD = struct.Struct(">?7xQ32s")
+_TEXT_NBYTES = 2048  # an error's text beyond this is cut before it is sent
+
+# Errors are sent as a name and a text, and made again from this list: nothing that a peer sent is ever executed.
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+}
+
+
+class Facts:
+    """Lines that must be the same on every rank, in the same order; the first that differs is what an error shows."""
+
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        self.text = "\n".join(lines)
+        self.digest = hashlib.sha256(self.text.encode()).digest()
+
+    def difference(self, reference: str) -> str:
+        """The first line that differs from another rank's text."""
+        pairs = zip_longest(self.text.split("\n"), reference.split("\n"), fillvalue="nothing more")
+        ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
+        return f"it has <{ours}> where rank 0 has <{theirs}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one rank brings to an agreement: how it fared, and what must be the same."""
+
+    action: str  # for the error message
+    failure: Exception | None
+    facts: Facts
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    failed: bool
+    nbytes: int
+    digest: bytes
+
+    def pack(self) -> bytes:
+        return _RECORD.pack(self.failed, self.nbytes, self.digest)
+
+
+def _record_of(claim: Claim) -> _Record:
+    return _Record(claim.failure is not None, len(claim.facts.text.encode()), claim.facts.digest)
+
+
+def _read(pending: PendingRecords) -> list[_Record]:
+    return [_Record(*_RECORD.unpack(raw)) for raw in pending.read()]
+
+
+def _harmonious(records: Sequence[_Record]) -> bool:
+    return not any(record.failed for record in records) and len({record.digest for record in records}) == 1
+
+
+def agree(channel: Channel, claim: Claim) -> None:
+    """Return on every rank, or raise the same error on every rank."""
+    if channel.world_size == 1:
+        if claim.failure is not None:
+            raise claim.failure
+        return
+    records = _read(gather_records(channel, _record_of(claim).pack()))
+    if _harmonious(records):
+        return
+    if any(record.failed for record in records):
+        _raise_failures(channel, claim)
+    _raise_difference(channel, claim, records)
+
+
+def _raise_failures(channel: Channel, claim: Claim) -> NoReturn:
+    """Some ranks failed: everyone raises what the first of them raised."""
+    own = "" if claim.failure is None else json.dumps([type(claim.failure).__name__, _brief(str(claim.failure))])
+    texts = _gather_texts(channel, own)
+    if claim.failure is not None and all(text == own for text in texts):
+        raise claim.failure  # the same mistake on every rank: nothing to add
+    failed = [rank for rank, text in enumerate(texts) if text]
+    name, message = json.loads(texts[failed[0]])
+    kind = _ERRORS.get(name, RuntimeError)
+    prefix = "" if name in _ERRORS else f"{name}: "
+    others = f" (failed on ranks {failed})" if len(failed) > 1 else ""
+    raise kind(f"{claim.action} failed on rank {failed[0]}{others}: {prefix}{message}") from claim.failure
+
+
+def _raise_difference(channel: Channel, claim: Claim, records: Sequence[_Record]) -> NoReturn:
+    """No rank failed, but they do not hold the same: everyone raises the first difference to rank 0."""
+    reference = broadcast_bytes(channel, claim.facts.text.encode(), records[0].nbytes, source=0).decode()
+    own = "" if claim.facts.text == reference else _brief(claim.facts.difference(reference))
+    texts = _gather_texts(channel, own)
+    odd = [rank for rank, text in enumerate(texts) if text]
+    raise RuntimeError(
+        f"{claim.action}: the ranks do not agree. Rank {odd[0]}: {texts[odd[0]]}. "
+        f"Ranks that differ from rank 0: {odd}. Give every rank the same, in the same order"
+    )
+
+
+def _gather_texts(channel: Channel, text: str) -> list[str]:
+    packed = text.encode()[: 2 * _TEXT_NBYTES].ljust(2 * _TEXT_NBYTES, b"\0")
+    return [raw.rstrip(b"\0").decode(errors="ignore") for raw in gather_records(channel, packed).read()]
+
+
+def _brief(text: str) -> str:
+    # JSON may escape a character as six bytes; a third of the room is safe for any text that has some ASCII in it.
+    limit = _TEXT_NBYTES // 3
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+class StepAgreement:
+    """The agreement of every step, on a channel whose records arrive on the host: at once."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def begin(self) -> None:
+        """Nothing is left over from the step before."""
+
+    def confirm(self, claim: Claim, changed: bool) -> bool:
+        """True if the ranks agree; raises on all of them otherwise. Nothing of this step has been sent yet."""
+        del changed
+        agree(self._channel, claim)
+        return True
+
+    def finish(self) -> None:
+        """Nothing was put off."""
+
+
+class DeferredStepAgreement:
+    """The agreement of every step, on a channel whose records arrive on an accelerator.
+
+    Reading them at once would make the host wait for the device at every step. So a rank on which nothing changed
+    reads them when its next step begins. A rank that failed or changed reads at once, and if the others do not do
+    likewise it still takes part in this step's messages, as planned before, and raises afterwards: so nobody is left
+    waiting, and the others raise one step later.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._pending: tuple[Claim, PendingRecords] | None = None
+        self._error: Exception | None = None
+
+    def begin(self) -> None:
+        if self._pending is not None:
+            (claim, records), self._pending = self._pending, None
+            self._judge(claim, _read(records))
+            self.finish()
+
+    def confirm(self, claim: Claim, changed: bool) -> bool:
+        records = gather_records(self._channel, _record_of(claim).pack())
+        if not changed and claim.failure is None:
+            self._pending = (claim, records)
+            return True
+        self._judge(claim, _read(records))
+        return self._error is None
+
+    def finish(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _judge(self, claim: Claim, records: Sequence[_Record]) -> None:
+        """Without a second exchange, which a rank that raised in the meantime would not take part in."""
+        if _harmonious(records):
+            return
+        failed = [rank for rank, record in enumerate(records) if record.failed]
+        if claim.failure is not None:
+            self._error = claim.failure
+        elif failed:
+            self._error = RuntimeError(f"{claim.action} failed on ranks {failed}; their own errors say why")
+        else:
+            odd = [rank for rank, record in enumerate(records) if record.digest != records[0].digest]
+            self._error = RuntimeError(
+                f"{claim.action}: ranks {odd} do not hold the same as rank 0: the same parameters must be frozen, and "
+                "have gradients, on every rank"
+            )

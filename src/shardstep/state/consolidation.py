@@ -1,0 +1,65 @@
+"""All ranks' state on one rank. Only that rank receives; every other rank sends its own part, in bounded messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardstep.runtime.agreement import Claim, Facts, agree
+from shardstep.runtime.collectives import Channel, receive_tensors, send_tensors
+from shardstep.state.wire_format import Reader, encode, to_cpu
+
+
+def consolidate(channel: Channel, read_local: Callable[[], Mapping[Any, Any]], to: int) -> dict[Any, Any] | None:
+    """The state of all ranks by parameter index, on the CPU, on rank `to`; None on the others.
+
+    `read_local` gives this rank's part. A sender holds its own state and one message; the receiver adds to the result
+    one message. If any rank cannot take part, every rank raises before anything is sent.
+    """
+    text, failure = "", None
+    tensors: list[torch.Tensor] = []
+    local: Mapping[Any, Any] = {}
+    try:
+        _check_target(channel, to)
+        local = read_local()
+        text, tensors = encode(local)
+    except Exception as error:
+        failure = error
+    agree(channel, Claim("consolidate_state_dict", failure, Facts([f"to={to}"])))
+    if channel.rank != to:
+        _send(channel, text, tensors, to)
+        return None
+    merged = dict(to_cpu(local))
+    for source in range(channel.world_size):
+        if source != to:
+            # What is not keyed by a parameter is the same on every rank; this rank's own is kept.
+            merged = {**_receive(channel, source), **merged}
+    return merged
+
+
+def _send(channel: Channel, text: str, tensors: list[torch.Tensor], to: int) -> None:
+    header = text.encode()
+    send_tensors(channel, [torch.tensor([len(header)])], to)
+    send_tensors(channel, [torch.frombuffer(bytearray(header), dtype=torch.uint8)], to)
+    send_tensors(channel, tensors, to)
+
+
+def _receive(channel: Channel, source: int) -> dict[Any, Any]:
+    length = torch.zeros(1, dtype=torch.int64)
+    receive_tensors(channel, [length], source)
+    header = torch.empty(int(length), dtype=torch.uint8)
+    receive_tensors(channel, [header], source)
+    reader = Reader(header.numpy().tobytes().decode())
+    receive_tensors(channel, reader.landing, source)
+    return dict(reader.state)
+
+
+def _check_target(channel: Channel, to: int) -> None:
+    if isinstance(to, bool) or not isinstance(to, int):
+        raise TypeError(f"to must be the number of a rank, got {to!r}")
+    if not 0 <= to < channel.world_size:
+        raise ValueError(
+            f"there is no rank {to} in a group of {channel.world_size}; to must be 0 to {channel.world_size - 1}"
+        )

@@ -1,0 +1,151 @@
+"""torch's state_dict: checked before anything is loaded from it, and cut down to one rank's part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardstep.planning import ParamSpec
+
+
+def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups as a state_dict holds them: parameters replaced by their indices."""
+    packed: list[dict[str, Any]] = []
+    start = 0
+    for group in param_groups:
+        stop = start + len(group["params"])
+        options = {key: value for key, value in group.items() if key != "params"}
+        packed.append({**options, "params": list(range(start, stop))})
+        start = stop
+    return packed
+
+
+def check_state_dict(state_dict: Any, specs: Sequence[ParamSpec], optimizer_class: type[Optimizer]) -> list[Any]:
+    """The saved keys of the parameters in index order; ValueError that names every entry that does not fit."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state_dict must be a dict, got {torch.typename(state_dict)}")
+    absent = [key for key in ("state", "param_groups") if key not in state_dict]
+    if absent:
+        raise ValueError(f"the state_dict has no {' and no '.join(map(repr, absent))}; its keys are {list(state_dict)}")
+    problems = list(_group_problems(state_dict["param_groups"], specs))
+    if not problems:
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        problems = list(_entry_problems(state_dict["state"], dict(zip(keys, specs, strict=True)), optimizer_class))
+    if problems:
+        raise ValueError("the state_dict does not fit this optimizer:\n  " + "\n  ".join(problems))
+    return keys
+
+
+def _group_problems(groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec]) -> Iterator[str]:
+    expected = [0] * (1 + max((spec.group for spec in specs), default=-1))
+    for spec in specs:
+        expected[spec.group] += 1
+    if len(groups) != len(expected):
+        yield f"it has {len(groups)} param groups, the optimizer has {len(expected)}"
+        return
+    for number, (group, count) in enumerate(zip(groups, expected, strict=True)):
+        if "params" not in group:
+            yield f"param_groups[{number}] has no 'params'"
+        elif len(group["params"]) != count:
+            yield f"param_groups[{number}] has {len(group['params'])} parameters, the optimizer has {count}"
+
+
+def _entry_problems(
+    state: Mapping[Any, Any], spec_of: Mapping[Any, ParamSpec], optimizer_class: type[Optimizer]
+) -> Iterator[str]:
+    for key, entry in state.items():
+        spec = spec_of.get(key)
+        if spec is None:
+            if isinstance(key, int):  # entries under other keys belong to no parameter; the optimizer knows them
+                yield f"state[{key}] belongs to no parameter; there are {len(spec_of)}"
+        elif not isinstance(entry, Mapping):
+            yield f"state[{key}] ({spec.name}) is {torch.typename(entry)}, not a dict"
+        else:
+            for name, value in entry.items():
+                if not _fits(value, spec, optimizer_class):
+                    yield f"state[{key}][{name!r}] has shape {tuple(value.shape)}, {spec.name} has {spec.shape}"
+    if _is_torchs(optimizer_class):
+        yield from _missing_entries(state, spec_of)
+
+
+def _fits(value: Any, spec: ParamSpec, optimizer_class: type[Optimizer]) -> bool:
+    """Whether a value can be state of the parameter. Of a class that is not torch's we cannot know."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not _is_torchs(optimizer_class):
+        return True
+    shape = tuple(value.shape)
+    if optimizer_class is torch.optim.Adafactor:  # keeps sums over rows and over columns
+        return len(shape) == len(spec.shape) and all(
+            have in (1, want) for have, want in zip(shape, spec.shape, strict=True)
+        )
+    return shape == spec.shape
+
+
+def _missing_entries(state: Mapping[Any, Any], spec_of: Mapping[Any, ParamSpec]) -> Iterator[str]:
+    """torch's classes make all state of a parameter at once, and the same for parameters alike: find what lacks some.
+
+    A parameter without any state is no problem: it has not been stepped yet.
+    """
+    alike: dict[tuple[int, int], dict[Any, set[str]]] = {}
+    for key, entry in state.items():
+        if key in spec_of and isinstance(entry, Mapping):
+            spec = spec_of[key]
+            alike.setdefault((spec.group, len(spec.shape)), {})[key] = set(entry)
+    for entries in alike.values():
+        complete = set().union(*entries.values())
+        for key, names in entries.items():
+            for name in sorted(complete - names):
+                yield f"state[{key}] ({spec_of[key].name}) has no {name!r}, which other parameters of its group have"
+
+
+def _is_torchs(optimizer_class: type[Optimizer]) -> bool:
+    return optimizer_class.__module__.startswith("torch.optim")
+
+
+def local_part(
+    state_dict: Mapping[str, Any], keys: Sequence[Any], mine: Sequence[int], specs: Sequence[ParamSpec]
+) -> dict[str, Any]:
+    """What the local optimizer loads: copies for the parameters `mine` only; a step must not write to the caller's."""
+    wanted = {keys[index] for index in mine}
+    known = set(keys)
+    state = {key: entry for key, entry in state_dict["state"].items() if key in wanted or key not in known}
+    groups: list[dict[str, Any]] = []
+    for number, saved in enumerate(state_dict["param_groups"]):
+        own = [index for index in mine if specs[index].group == number]
+        group = {name: value for name, value in saved.items() if name not in ("params", "param_names")}
+        group["params"] = [keys[index] for index in own]
+        if "param_names" in saved:
+            names = dict(zip(saved["params"], saved["param_names"], strict=True))
+            group["param_names"] = [names[keys[index]] for index in own]
+        groups.append(group)
+    return copy.deepcopy({"state": state, "param_groups": groups})
+
+
+def describe(state_dict: Mapping[str, Any]) -> Iterator[str]:
+    """What ranks that load the same state_dict have in common: options, and the shapes and scalars of the state."""
+    for number, group in enumerate(state_dict["param_groups"]):
+        for name, value in group.items():
+            yield f"param_groups[{number}][{name!r}] = {_brief(value)}"
+    for key, entry in state_dict["state"].items():
+        for name, value in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
+            yield f"state[{key!r}][{name!r}] = {_brief(value)}"
+
+
+def _brief(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return repr(value.item()) if value.dim() == 0 else f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+
+
+def check_options(local: Optimizer) -> None:
+    """Raise if a loaded group lacks an option of the optimizer: the state_dict is another optimizer's."""
+    for number, group in enumerate(local.param_groups):
+        absent = [name for name in local.defaults if name not in group]
+        if absent:
+            raise ValueError(
+                f"param_groups[{number}] of the state_dict has no {', '.join(map(repr, absent))}, which "
+                f"{type(local).__name__} needs; it was saved by another optimizer"
+            )

@@ -1,0 +1,443 @@
+"""The drop-in: torch's ZeroRedundancyOptimizer by name and behaviour. docs/contract.md says where each name lives."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+
+from shardstep.arguments import check_parameters, read_group, read_params
+from shardstep.planning import Layout, Plan, make_plan, read_specs
+from shardstep.runtime.agreement import Claim, DeferredStepAgreement, Facts, StepAgreement, agree
+from shardstep.runtime.buffers import FlatSegment, ScatteredSegment, make_segments, move_out, storage_order
+from shardstep.runtime.collectives import gather_bucket, open_channel
+from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options, dealt_to, local_groups
+from shardstep.runtime.objects import _broadcast_object as _broadcast_object
+from shardstep.runtime.objects import _recursive_copy_to_device as _recursive_copy_to_device
+from shardstep.runtime.uneven_inputs import hand_over_gradients
+from shardstep.state.consolidation import consolidate
+from shardstep.state.state_dict import check_options, check_state_dict, describe, local_part, pack_groups
+
+__all__ = ["ZeroRedundancyOptimizer"]
+
+logger = logging.getLogger(__name__)
+
+
+class _FunctionalOptimMap:
+    """torch's table of functional optimizers, for programs that read it; nothing here needs it.
+
+    Imported when read: that takes a second and compiles TorchScript.
+    """
+
+    def __get__(self, instance: object, owner: type) -> dict[Any, Any]:
+        from torch.distributed.optim.utils import functional_optim_map
+
+        return functional_optim_map
+
+
+class ZeroRedundancyOptimizer(Optimizer, Joinable):
+    """Steps this rank's share of the parameters with `optimizer_class`, then gives every rank the whole.
+
+    Takes the place of `torch.distributed.optim.ZeroRedundancyOptimizer`. The gradients must be the same on every rank
+    (DistributedDataParallel sees to that). Construction, `add_param_group`, `consolidate_state_dict`, `load_state_dict`
+    and `step` are called on all ranks of the group; where one of them cannot go on, all of them raise.
+
+    Args:
+        params: tensors, (name, tensor) pairs, or dicts with "params".
+        optimizer_class: the class whose work is shared out, e.g. `torch.optim.AdamW`.
+        process_group: the ranks that share; default: all.
+        parameters_as_bucket_view: keep parameters in one flat buffer per device and rank, so that nothing is copied
+            before it is sent. `param.data` moves.
+        overlap_with_ddp: not available yet.
+        allow_mixed_dtypes: shard parameters of several dtypes, each in buffers of its own.
+        **defaults: options of `optimizer_class`, e.g. `lr`.
+
+    Example:
+        >>> ddp = DistributedDataParallel(model)
+        >>> opt = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=3e-4)
+        >>> loss_of(ddp(batch)).backward()
+        >>> opt.step()
+    """
+
+    functional_optim_map = _FunctionalOptimMap()
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: Any | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        allow_mixed_dtypes: bool = False,
+        **defaults: Any,
+    ) -> None:
+        if overlap_with_ddp:
+            raise NotImplementedError(
+                "overlap_with_ddp=True is not available yet; leave it out and call step() after backward()"
+            )
+        self.initialized = False
+        self.parameters_as_bucket_view = parameters_as_bucket_view
+        self._overlap_with_ddp = False
+        self._allow_mixed_dtypes = allow_mixed_dtypes
+        self._optimizer_class = optimizer_class
+        self._given = defaults
+        self._steps = 0
+        self._snapshot: dict[Any, Any] | None = None  # all ranks' state, on the rank it was consolidated to
+        self._snapshot_lost = "was never consolidated"
+
+        groups: list[dict[str, Any]] = []
+        failure: Exception | None = None
+        facts = Facts()
+        try:
+            groups = read_params(params)
+        except Exception as error:
+            failure = error
+        self._channel = open_channel(process_group, _accelerator_of(groups))
+        if failure is None:
+            try:
+                facts = self._build(groups, defaults)
+            except Exception as error:
+                failure = error
+        agree(self._channel, Claim("ZeroRedundancyOptimizer(...)", failure, facts))
+        self._place(self._plan)
+        self._agreement = (
+            StepAgreement(self._channel)
+            if self._channel.device.type == "cpu" or self.world_size == 1
+            else DeferredStepAgreement(self._channel)
+        )
+        self.initialized = True
+
+    def _build(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Facts:
+        """Plan and local optimizer; nothing of the caller's is touched. Returns what must be the same on every rank."""
+        check_parameters(
+            groups,
+            allow_mixed_dtypes=self._allow_mixed_dtypes,
+            differentiable=bool(defaults.get("differentiable", False)),
+        )
+        check_optimizer_class(self._optimizer_class, self.world_size)
+        Optimizer.__init__(self, groups, defaults)
+        Joinable.__init__(self)
+        self._plan = self._plan_for(_travelling(self._all_params))
+        own = local_groups(self.param_groups, self._plan, self.rank)
+        self.optim = build(self._optimizer_class, own, defaults, self._names(self._plan))
+        # A scheduler asks for options that only the local optimizer knows, such as momentum.
+        self.defaults = dict(self.optim.defaults)
+        copy_options(self.optim.param_groups, self.param_groups)
+        return Facts([*self._settings(), *map(str, self._plan.params)])
+
+    def _plan_for(self, travels: Sequence[bool]) -> Plan:
+        return make_plan(read_specs(self.param_groups, travels), Layout.WHOLE, world_size=self.world_size)
+
+    def _place(self, plan: Plan) -> None:
+        """Adopt `plan`: memory for what it sends, and memory of their own for parameters it no longer sends."""
+        kind = FlatSegment if self.parameters_as_bucket_view else ScatteredSegment
+        params = self._all_params
+        old_buffers = [buffer for row in getattr(self, "_buckets", []) for buffer in row]
+        self._plan, self._plan_facts = plan, _facts_of(plan)
+        self._travels = [spec.trainable for spec in plan.params]
+        self._segments = [make_segments(bucket, params, kind) for bucket in plan.buckets]
+        self._buckets: list[list[torch.Tensor]] = [
+            [segment.buffer for segment in row if isinstance(segment, FlatSegment)] for row in self._segments
+        ]
+        if not self.parameters_as_bucket_view:
+            self._buckets = []
+        move_out((params[piece.param] for piece in plan.parked), old_buffers)
+
+    def _names(self, plan: Plan) -> dict[torch.Tensor, str]:
+        return {param: spec.name for param, spec in zip(self._all_params, plan.params, strict=True)}
+
+    def _settings(self) -> Iterator[str]:
+        """What must be the same on every rank beside the parameters."""
+        yield f"optimizer_class {self._optimizer_class.__module__}.{self._optimizer_class.__qualname__}"
+        yield f"parameters_as_bucket_view {self.parameters_as_bucket_view}"
+        if self.parameters_as_bucket_view:
+            # Flat buffers are sent in memory order, so channels_last on one rank alone would scramble values.
+            for spec, param in zip(self._plan.params, self._all_params, strict=True):
+                yield f"{spec.name}: dims in memory order {storage_order(param)}"
+
+    # -- what programs read -------------------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> Any:
+        return self._channel.group
+
+    @property
+    def world_size(self) -> int:
+        return self._channel.world_size
+
+    @property
+    def rank(self) -> int:
+        """Rank within the process group."""
+        return self._channel.rank
+
+    @property
+    def global_rank(self) -> int:
+        return self._channel.global_rank
+
+    @property
+    def state(self) -> Any:
+        """This rank's state, by parameter: the local optimizer's own."""
+        return self.optim.state if hasattr(self, "optim") else self._state_before_build
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        # torch.optim.Optimizer's constructor assigns an empty dict.
+        if hasattr(self, "optim"):
+            self.optim.state = value
+        else:
+            self._state_before_build = value
+
+    @property
+    def _all_params(self) -> list[torch.Tensor]:
+        """In index order: group by group."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    @property
+    def _index_to_param(self) -> list[torch.Tensor]:
+        return self._all_params
+
+    @property
+    def _param_to_index(self) -> dict[torch.Tensor, int]:
+        return {param: index for index, param in enumerate(self._all_params)}
+
+    @property
+    def _param_to_rank(self) -> dict[torch.Tensor, int]:
+        params = self._all_params
+        return {params[piece.param]: piece.rank for piece in self._plan.pieces}
+
+    @property
+    def _device_to_device_index(self) -> dict[torch.device, int]:
+        return {device: number for number, device in enumerate(dict.fromkeys(p.device for p in self._all_params))}
+
+    def _partition_parameters(self) -> list[list[dict[str, Any]]]:
+        """The param groups of every rank, as the local optimizers hold them."""
+        return [local_groups(self.param_groups, self._plan, rank) for rank in range(self.world_size)]
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None, **kwargs: Any) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], **kwargs: Any) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
+        """Step this rank's share, then bring all parameters up to date on every rank. Called on all ranks.
+
+        Returns what the local optimizer returned. `kwargs` go to its step.
+        """
+        Join.notify_join_context(self)
+        return self._step(closure, kwargs, joined=False)
+
+    def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> float | None:
+        self._agreement.begin()
+        if self._join_config.enable and self.world_size > 1:
+            hand_over_gradients(self._channel, self._plan, self._all_params, joined)
+        watched = _WatchedClosure(closure) if callable(closure) else None
+        loss, failure = None, None
+        try:
+            loss = self._local_step(closure=watched or closure, **kwargs)
+        except Exception as error:
+            if watched is not None and watched.raised:
+                # The others are in the middle of their closures, perhaps in a collective of theirs: no exchange now.
+                raise
+            failure = error
+        self._lose_snapshot(f"was consolidated at step {self._steps}, and a step was taken since")
+        travels = _travelling(self._all_params)
+        changed = travels != self._travels
+        plan = self._plan_for(travels) if changed else self._plan
+        facts = _facts_of(plan) if changed else self._plan_facts
+        if self._agreement.confirm(Claim("step", failure, facts), changed) and changed:
+            logger.warning("the set of trainable parameters has changed; what is sent at each step follows")
+            self._place(plan)
+        self._sync_params()
+        self._agreement.finish()
+        self._steps += 1
+        return loss
+
+    def _local_step(
+        self, gradients: Sequence[torch.Tensor | None] | None = None, closure: Any = None, **kwargs: Any
+    ) -> float | None:
+        """Step this rank's share only; parameters of other ranks stay as they are."""
+        if gradients is not None:
+            raise RuntimeError("_local_step takes gradients only with overlap_with_ddp=True")
+        copy_options(self.param_groups, self.optim.param_groups)
+        if closure is not None:
+            kwargs["closure"] = closure
+        loss: float | None = self.optim.step(**kwargs)
+        copy_options(self.optim.param_groups, self.param_groups)
+        return loss
+
+    def _sync_params(self) -> None:
+        """Give every rank what every other rank has stepped."""
+        if self.world_size > 1:
+            for segments in self._segments:
+                gather_bucket(self._channel, segments)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, shared out over all ranks; nothing that was shared out before moves. On all ranks."""
+        if not self.initialized:  # torch.optim.Optimizer's constructor; the groups were checked before
+            super().add_param_group(param_group)
+            return
+        outer, local = len(self.param_groups), len(self.optim.param_groups)
+        failure, facts, plan = None, Facts(), self._plan
+        try:
+            group = read_group(param_group)
+            check_parameters([*self.param_groups, group], allow_mixed_dtypes=self._allow_mixed_dtypes)
+            super().add_param_group(group)
+            plan = self._plan_for(self._travels + _travelling(group["params"]))
+            own = local_groups(self.param_groups, plan, self.rank)[-1]
+            # A trial, because some classes (Muon) look at their parameters in the constructor only.
+            build(self._optimizer_class, [own], self._given, self._names(plan))
+            self.optim.add_param_group(own)
+            copy_options(self.optim.param_groups, self.param_groups)
+            facts = _facts_of(plan)
+        except Exception as error:
+            failure = error
+        try:
+            agree(self._channel, Claim("add_param_group", failure, facts))
+        except Exception:
+            del self.param_groups[outer:], self.optim.param_groups[local:]
+            raise
+        self._lose_snapshot("was consolidated before add_param_group")
+        self._place(plan)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring all ranks' state to rank `to` of the group, where `state_dict()` then returns it. On all ranks."""
+        copy_options(self.param_groups, self.optim.param_groups)
+        self._snapshot = consolidate(self._channel, self._indexed_state, to)
+        self._snapshot_lost = f"was consolidated to rank {to}"
+
+    def _indexed_state(self) -> dict[Any, Any]:
+        """This rank's state under the indices of the unsharded optimizer."""
+        mine = dealt_to(self._plan, self.rank)
+        state = self.optim.state_dict()["state"]
+        return {mine[key] if isinstance(key, int) else key: entry for key, entry in state.items()}
+
+    def _lose_snapshot(self, why: str) -> None:
+        """The state has moved on: a snapshot would be old, and is memory."""
+        if self._snapshot is not None:
+            self._snapshot, self._snapshot_lost = None, why
+
+    def state_dict(self) -> dict[str, Any]:
+        """The unsharded optimizer's state_dict, tensors on the CPU; on the rank it was consolidated to."""
+        if self._snapshot is None:
+            raise RuntimeError(
+                f"rank {self.rank} does not have the optimizer's state: it {self._snapshot_lost}. "
+                f"Call consolidate_state_dict(to={self.rank}) on all ranks, then state_dict() on rank {self.rank}"
+            )
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        in_order = sorted(key for key in self._snapshot if isinstance(key, int))
+        others = [key for key in self._snapshot if not isinstance(key, int)]
+        packed: dict[str, Any] = {
+            "state": {key: copy.copy(self._snapshot[key]) for key in [*in_order, *others]},
+            "param_groups": pack_groups(self.param_groups),
+        }
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            packed = post_hook(self, packed) or packed
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state_dict of the unsharded optimizer, or one from `state_dict()`, saved by any number of ranks.
+
+        Called on all ranks with the same dict; each keeps its part. The dict is not written to. If it does not fit, all
+        ranks raise and the optimizer is as before.
+        """
+        before = (self.optim.state, self.optim.param_groups)
+        failure, facts = None, Facts()
+        try:
+            for hook in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = dict(state_dict)
+                state_dict = hook(self, state_dict) or state_dict
+            specs = self._plan.params
+            keys = check_state_dict(state_dict, specs, self._optimizer_class)
+            mine = dealt_to(self._plan, self.rank)
+            self.optim.load_state_dict(local_part(state_dict, keys, mine, specs))
+            check_options(self.optim)
+            facts = Facts(describe(state_dict))
+        except Exception as error:
+            failure = error
+        try:
+            agree(self._channel, Claim("load_state_dict", failure, facts))
+        except Exception:
+            self.optim.state, self.optim.param_groups = before
+            raise
+        for index, (saved, local) in enumerate(zip(state_dict["param_groups"], self.optim.param_groups, strict=True)):
+            outer = self.param_groups[index]
+            names = (
+                {"param_names": list(given)} if (given := saved.get("param_names", outer.get("param_names"))) else {}
+            )
+            self.param_groups[index] = {**local, **names, "params": outer["params"]}
+        self._lose_snapshot("was consolidated before load_state_dict")
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # -- uneven inputs ------------------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For `torch.distributed.algorithms.join.Join`: a rank without inputs goes on taking part in `step`."""
+        del kwargs
+        return _ZeROJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._all_params[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self.process_group
+
+
+class _ZeROJoinHook(JoinHook):
+    """What a rank that ran out of inputs does while others go on."""
+
+    def __init__(self, zero: ZeroRedundancyOptimizer) -> None:
+        self.zero = zero
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Take part in one step of the others, with the gradients that they have."""
+        self.zero._step(None, {}, joined=True)
+
+
+class _WatchedClosure:
+    """Remembers whether an error came from the closure or from the optimizer round it."""
+
+    def __init__(self, closure: Callable[[], float]) -> None:
+        self._closure = closure
+        self.raised = False
+
+    def __call__(self) -> float:
+        try:
+            return self._closure()
+        except BaseException:
+            self.raised = True
+            raise
+
+
+def _is_trainable(param: torch.Tensor) -> bool:
+    return param.requires_grad
+
+
+def _travelling(params: Sequence[torch.Tensor]) -> list[bool]:
+    """Which parameters a step can change. A frozen one with a gradient left over is still stepped, as torch does."""
+    return [_is_trainable(param) or param.grad is not None for param in params]
+
+
+def _facts_of(plan: Plan) -> Facts:
+    return Facts(map(str, plan.params))
+
+
+def _accelerator_of(groups: Sequence[Mapping[str, Any]]) -> torch.device | None:
+    """The device for messages where the backend takes no CPU tensors: that of the first parameter on one."""
+    on_device = (p.device for group in groups for p in group["params"] if p.device.type != "cpu")
+    return next(on_device, torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None)
