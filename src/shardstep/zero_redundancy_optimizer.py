@@ -362,7 +362,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             keys = check_state_dict(state_dict, specs, self._optimizer_class)
             mine = dealt_to(self._plan, self.rank)
             self.optim.load_state_dict(local_part(state_dict, keys, mine, specs))
-            check_options(self.optim)
+            check_options(self.optim, before[1])
             facts = Facts(describe(state_dict))
         except Exception as error:
             failure = error

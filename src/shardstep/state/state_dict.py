@@ -140,10 +140,10 @@ def _brief(value: Any) -> str:
     return repr(value.item()) if value.dim() == 0 else f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
 
 
-def check_options(local: Optimizer) -> None:
-    """Raise if a loaded group lacks an option of the optimizer: the state_dict is another optimizer's."""
-    for number, group in enumerate(local.param_groups):
-        absent = [name for name in local.defaults if name not in group]
+def check_options(local: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if a loaded group lacks an option that the optimizer had: the state_dict is another optimizer's."""
+    for number, (group, had) in enumerate(zip(local.param_groups, before, strict=True)):
+        absent = [name for name in local.defaults if name in had and name not in group]
         if absent:
             raise ValueError(
                 f"param_groups[{number}] of the state_dict has no {', '.join(map(repr, absent))}, which "

@@ -1,0 +1,117 @@
+"""The command line: what it says to bad input, and one whole `shardstep demo` on two ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import shardstep.cli
+from shardstep.cli.app import app
+from shardstep.cli.demo.launch import WorkerError
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, arguments, prog_name="shardstep")
+
+
+def test_version():
+    assert invoke("--version").output == f"shardstep {version('shardstep')}\n"
+
+
+def test_help_does_not_wait_for_torch():
+    loaded = "import sys, shardstep.cli.app; sys.exit(bool({'torch', 'matplotlib'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", loaded], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
+def test_help_shows_an_example_line(arguments):
+    result = invoke(*arguments)
+    assert result.exit_code == 0
+    assert "\n      shardstep demo\n" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--ranks", "0"], "--ranks must be between 1 and 16, got 0."),
+        (["--ranks", "1000"], "--ranks must be between 1 and 16, got 1000."),
+        (["--steps", "0"], "--steps must be at least 1, got 0."),
+        (["--model", "huge"], "--model must be small or tiny, got 'huge'."),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_status_2(arguments, sentence, tmp_path):
+    result = invoke("demo", "--out", str(tmp_path), *arguments)
+    assert result.exit_code == 2
+    assert result.output == f"shardstep demo: {sentence}\n"
+
+
+def test_out_may_not_be_a_file(tmp_path):
+    file = tmp_path / "taken"
+    file.touch()
+    for out in (file, file / "below"):
+        result = invoke("demo", "--out", str(out))
+        assert result.exit_code == 2
+        assert result.output == f"shardstep demo: --out must be a folder, but {file} is a file; name another one.\n"
+
+
+def test_everything_wrong_is_named_at_once(tmp_path):
+    result = invoke("demo", "--ranks", "0", "--steps", "0", "--model", "huge", "--out", str(tmp_path))
+    assert len(result.output.splitlines()) == 3
+
+
+def test_no_subcommand_and_unknown_options_are_misuse():
+    assert invoke().exit_code == 2
+    assert invoke("demo", "--rank", "2").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "words"),
+    [
+        (WorkerError("rank 1 failed:\nValueError: no wind"), 1, "rank 1 failed:\nValueError: no wind"),
+        (KeyboardInterrupt(), 130, "stopped; the workers have ended."),
+    ],
+)
+def test_a_run_that_ends_early_says_why(raised, status, words, monkeypatch, tmp_path):
+    def end_early(*arguments):
+        raise raised
+
+    monkeypatch.setattr("shardstep.cli.app.run_workers", end_early)
+    result = invoke("demo", "--out", str(tmp_path))
+    assert result.exit_code == status
+    assert result.output.endswith(f"shardstep demo: {words}\n")
+
+
+def test_missing_extras_get_one_sentence(monkeypatch, capsys):
+    def find_spec(name: str) -> ModuleSpec | None:
+        return None if name in ("rich", "matplotlib") else ModuleSpec(name, loader=None)
+
+    monkeypatch.setattr("shardstep.cli.find_spec", find_spec)
+    with pytest.raises(SystemExit) as exit_:
+        shardstep.cli.main()
+    assert exit_.value.code == 1
+    assert capsys.readouterr().err == (
+        "shardstep: the command line needs rich and matplotlib, not installed here; "
+        'pip install "shardstep[cli]" brings what is missing.\n'
+    )
+
+
+def test_a_whole_demo(tmp_path):
+    command = [sys.executable, "-c", "from shardstep.cli import main; main()", "demo"]
+    arguments = ["--model", "tiny", "--steps", "5", "--ranks", "2", "--out", str(tmp_path / "new" / "folder")]
+    run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
+    assert "\x1b" not in run.stdout  # not a terminal: no bars, no colours
+    assert "\r" not in run.stdout
+    assert len(run.stdout.splitlines()) < 40
+    assert "DDP + shardstep: step 5 of 5" in run.stdout
+    assert "the parameters of both runs, compared bit for bit, are equal on every rank." in run.stdout
+    picture = Path(run.stdout.splitlines()[-1].removeprefix("Memory per rank, as a picture: "))
+    assert picture.parent == tmp_path / "new" / "folder"
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,286 @@
+"""The parts of the demo. Only the tests of `run_workers` start processes, with workers too small to need torch."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from shardstep.cli.demo.corpus import draw_batches, load_corpus
+from shardstep.cli.demo.exchange import Exchange, Tick
+from shardstep.cli.demo.gpt import GPT, GPTConfig, next_token_loss
+from shardstep.cli.demo.launch import WorkerError, describe_failure, run_workers
+from shardstep.cli.demo.make_text import PATH, make_text
+from shardstep.cli.demo.picture import draw_figure, write_picture
+from shardstep.cli.demo.progress import show_progress
+from shardstep.cli.demo.report import format_nbytes, make_table, summarise
+from shardstep.cli.demo.result import PLAIN, SHARDED, RankMemory, Result, Run
+from shardstep.cli.demo.settings import Settings
+from shardstep.cli.demo.worker import read_loopback_counter, same_bits
+
+TINY = GPTConfig(vocab=11, block=8, layers=2, heads=2, width=16)
+
+
+def make_result(ranks: int = 2, sent: float | None = 4e6) -> Result:
+    """A model of 1 M parameters whose state divides evenly."""
+    whole, shard = RankMemory(4_000_000, 4_000_000, 8_000_000), RankMemory(4_000_000, 4_000_000, 8_000_000 // ranks)
+    plain = Run(PLAIN, (4.0, 2.0), (whole,) * ranks, sent, seconds_per_step=0.1)
+    sharded = Run(SHARDED, (4.0, 2.0), (shard,) * ranks, None if sent is None else 1.5 * sent, seconds_per_step=0.11)
+    return Result(1_000_000, plain, sharded, equal_on_rank=(True,) * ranks)
+
+
+# The text
+
+
+def test_the_text_is_what_make_text_writes():
+    assert make_text().encode() == PATH.read_bytes()
+
+
+def test_batches_repeat_for_the_same_seed_and_targets_follow_tokens():
+    corpus = load_corpus()
+    tokens, targets = next(draw_batches(corpus, batch=3, block=8, seed=1))
+    assert tokens.shape == targets.shape == (3, 8)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(tokens, next(draw_batches(corpus, batch=3, block=8, seed=1))[0])
+    assert not torch.equal(tokens, next(draw_batches(corpus, batch=3, block=8, seed=2))[0])
+
+
+# The model
+
+
+def test_gpt_does_not_look_ahead():
+    torch.manual_seed(0)
+    model = GPT(TINY)
+    tokens = torch.randint(TINY.vocab, (2, TINY.block))
+    changed = tokens.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % TINY.vocab
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert not torch.equal(before[:, 5:], after[:, 5:])
+
+
+def test_an_untrained_gpt_knows_nothing():
+    torch.manual_seed(0)
+    tokens = torch.randint(TINY.vocab, (64, TINY.block))
+    loss = next_token_loss(GPT(TINY)(tokens), tokens.roll(1, 1))
+    # A uniform guess costs log(vocab); small random weights stay within a few percent of it.
+    assert loss.item() == pytest.approx(torch.tensor(float(TINY.vocab)).log().item(), rel=0.05)
+
+
+def test_the_size_the_benchmarks_use_has_30_million_parameters():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocab=50257, block=64, layers=6, heads=6, width=384))
+    embeddings, blocks, norms = (50257 + 64) * 384, 6 * 12 * 384**2, (2 * 6 + 1) * 2 * 384
+    assert sum(parameter.numel() for parameter in model.parameters()) == embeddings + blocks + norms
+
+
+def test_width_must_divide_into_heads():
+    with pytest.raises(ValueError, match="width 16 is not a multiple of heads 3"):
+        replace(TINY, heads=3)
+
+
+# What the worker measures
+
+
+def test_loopback_counter_reads_the_bytes_sent(tmp_path):
+    counters = tmp_path / "dev"
+    counters.write_text(
+        "Inter-|   Receive                      |  Transmit\n"
+        " face |bytes packets errs drop fifo frame compressed multicast|bytes packets\n"
+        "  eth0:  1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n"
+        "    lo: 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 36\n"
+    )
+    assert read_loopback_counter(counters) == 29
+    counters.write_text("  eth0:  1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16\n")
+    assert read_loopback_counter(counters) is None
+    assert read_loopback_counter(tmp_path / "missing") is None
+
+
+def test_same_bits_tells_zeros_apart_and_takes_nan_for_itself():
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert same_bits([nan, zero], [nan.clone(), zero.clone()])
+    assert not same_bits([zero], [-zero])
+
+
+# What travels to the command
+
+
+def test_result_survives_json():
+    for result in (make_result(), make_result(ranks=3, sent=None)):
+        assert Result.from_json(result.to_json()) == result
+
+
+def test_ticks_are_read_once_and_never_half(tmp_path):
+    exchange = Exchange(tmp_path)
+    assert exchange.read_ticks(0) == ([], 0)
+    exchange.write_tick(Tick(PLAIN, 1, 4.0))
+    exchange.write_tick(Tick(PLAIN, 2, 3.5))
+    ticks, position = exchange.read_ticks(0)
+    assert ticks == [Tick(PLAIN, 1, 4.0), Tick(PLAIN, 2, 3.5)]
+    with (tmp_path / "ticks.jsonl").open("a") as file:
+        file.write('["DDP')
+    assert exchange.read_ticks(position) == ([], position)
+
+
+# What the reader sees
+
+
+def printed(result: Result) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(make_table(result))
+    return console.file.getvalue()
+
+
+def test_table_shows_both_runs():
+    rows = {row[0]: row[1:] for row in (re.split(r"  +", line.strip()) for line in printed(make_result()).splitlines())}
+    assert rows["loss, last step"] == ["2.000000", "2.000000"]
+    assert rows["final parameters"] == ["equal on every rank"]
+    assert rows["optimizer state, rank 0"] == rows["optimizer state, rank 1"] == ["8.0 MB", "4.0 MB"]
+    assert rows["sent per rank and step"] == ["4.0 MB", "6.0 MB"]
+    assert rows["time per step"] == ["100 ms", "110 ms"]
+
+
+def test_table_says_where_parameters_differ_and_what_is_not_known():
+    text = printed(replace(make_result(ranks=3, sent=None), equal_on_rank=(True, False, False)))
+    assert "different on rank 1, 2" in text
+    assert "n/a" in text
+
+
+def test_table_of_many_ranks_stays_short():
+    assert "optimizer state, largest of 16 ranks" in printed(make_result(ranks=16))
+    assert len(printed(make_result(ranks=16)).splitlines()) < 20
+
+
+def test_summary_names_the_saving():
+    assert summarise(make_result())[1] == "Optimizer state per rank: 8.0 MB without shardstep, at most 4.0 MB with it."
+
+
+def test_bytes_are_written_with_their_unit():
+    assert [format_nbytes(n) for n in (0, 999, 1_000, 2_500_000, 3e9)] == ["0 B", "999 B", "1.0 kB", "2.5 MB", "3.0 GB"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_picture_has_a_bar_of_three_layers_for_each_rank_and_run(ranks, tmp_path):
+    result = make_result(ranks)
+    axes = draw_figure(result).axes[0]
+    assert len(axes.patches) == 3 * 2 * ranks
+    assert [patch.get_height() for patch in axes.patches[:6]] == [4, 4, 8, 4, 4, 8 / ranks]
+    assert axes.get_ylabel() == "memory per rank (MB)"
+    write_picture(result, tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_without_a_terminal_is_four_lines_per_run():
+    console = Console(file=io.StringIO())
+    with show_progress((PLAIN, SHARDED), 200, console) as on_tick:
+        for run in (PLAIN, SHARDED):
+            for step in range(1, 201):
+                on_tick(Tick(run, step, 1.0))
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 8
+    assert lines[-1] == "DDP + shardstep: step 200 of 200, loss 1.000"
+
+
+def test_progress_on_a_terminal_is_a_bar():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with show_progress((PLAIN, SHARDED), 2, console) as on_tick:
+        on_tick(Tick(PLAIN, 1, 4.0))
+        on_tick(Tick(PLAIN, 2, 3.0))
+    assert "2/2" in console.file.getvalue()
+    assert "loss 3.000" in console.file.getvalue()
+
+
+# When a rank fails, or the reader has seen enough
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Runs two ranks of a worker given as source, which finds its rank in `rank` and its folder in `exchange`."""
+    head = (
+        "import os, pathlib, signal, sys, time\nrank = int(os.environ['RANK'])\nexchange = pathlib.Path(sys.argv[2])\n"
+    )
+    exchange = Exchange(tmp_path)
+    settings = Settings(ranks=2, steps=1, model="tiny", out=tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(source: str, on_tick=lambda tick: None) -> Result:
+        (tmp_path / "stub_worker.py").write_text(head + textwrap.dedent(source))
+        return run_workers(settings, exchange, on_tick, worker="stub_worker")
+
+    return run
+
+
+def test_a_rank_that_fails_is_named_with_its_last_words(start):
+    with pytest.raises(WorkerError, match=r"^rank 1 failed:\n(.*\n)*ValueError: no wind$"):
+        start("""
+            if rank == 1:
+                raise ValueError("no wind")
+            time.sleep(100)
+        """)
+
+
+def test_a_rank_that_is_killed_is_named_with_its_signal(start):
+    with pytest.raises(WorkerError, match=r"^rank 1 was killed by signal 9 \(SIGKILL\)\.$"):
+        start("""
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(100)
+        """)
+
+
+def ctrl_c(tick: Tick) -> None:
+    raise KeyboardInterrupt
+
+
+def terminate(tick: Tick) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("stop", "raised"), [(ctrl_c, KeyboardInterrupt), (terminate, SystemExit)])
+def test_stopping_the_command_stops_the_ranks(start, stop, raised, tmp_path):
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(raised):
+        start(
+            """
+            (exchange / f"pid{rank}").write_text(str(os.getpid()))
+            while rank == 0 and not (exchange / "pid1").exists():
+                time.sleep(0.01)
+            if rank == 0:
+                (exchange / "ticks.jsonl").write_text('["DDP + AdamW", 1, 4.0]\\n')
+            time.sleep(100)
+            """,
+            stop,
+        )
+    for rank in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"pid{rank}").read_text()), 0)
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_the_first_failure_is_shown_not_the_broken_connection_after_it(tmp_path):
+    exchange = Exchange(tmp_path)
+    exchange.launcher_log.write_text("")
+    words = {0: "RuntimeError: Connection closed by peer", 1: "ValueError: no wind"}
+    for rank, second in ((0, 20), (1, 10)):
+        folder = exchange.logs / "run" / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text("many lines\n" * 100 + words[rank])
+        (folder / "error.json").touch()
+        os.utime(folder / "error.json", (second, second))
+    described = describe_failure(exchange)
+    assert described.startswith("rank 1 failed:\n")
+    assert described.endswith("ValueError: no wind")
+    assert len(described.splitlines()) < 20
+
+
+def test_a_launcher_that_fails_alone_is_quoted(tmp_path):
+    exchange = Exchange(tmp_path)
+    exchange.launcher_log.write_text("OSError: no port left")
+    assert describe_failure(exchange) == "torchrun could not start the ranks:\nOSError: no port left"
