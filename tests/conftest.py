@@ -8,14 +8,14 @@ from worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="session")
-def workers() -> Iterator[Callable[[int], WorkerPool]]:
+def workers() -> Iterator[Callable[..., WorkerPool]]:
     """`workers(2).run(body, ...)` runs `body` on two ranks; each world size has one pool for the whole session."""
-    pools: dict[int, WorkerPool] = {}
+    pools: dict[tuple[int, str], WorkerPool] = {}
 
-    def pool_of(world_size: int) -> WorkerPool:
-        if world_size not in pools:
-            pools[world_size] = WorkerPool(world_size)
-        return pools[world_size]
+    def pool_of(world_size: int, backend: str = "gloo") -> WorkerPool:
+        if (world_size, backend) not in pools:
+            pools[world_size, backend] = WorkerPool(world_size, backend)
+        return pools[world_size, backend]
 
     yield pool_of
     for pool in pools.values():

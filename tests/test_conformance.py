@@ -82,8 +82,10 @@ def shapes_for(optimizer_class: type[optim.Optimizer]) -> tuple[tuple[int, ...],
     return {optim.Muon: MATRICES, optim.Adafactor: WITH_ELEMENTS}.get(optimizer_class, SHAPES)
 
 
-def twenty_steps(optimizer_class: type[optim.Optimizer], options: dict[str, Any], bucket_view: bool) -> None:
-    ours = make_params(shapes_for(optimizer_class))
+def twenty_steps(
+    optimizer_class: type[optim.Optimizer], options: dict[str, Any], bucket_view: bool, device: str = "cpu"
+) -> None:
+    ours = make_params(shapes_for(optimizer_class), device=device)
     theirs = twins(ours)
     zero = ZeroRedundancyOptimizer(ours, optimizer_class, parameters_as_bucket_view=bucket_view, lr=0.05, **options)
     plain = optimizer_class(theirs, lr=0.05, **options)

@@ -16,9 +16,11 @@ from shardstep import ZeroRedundancyOptimizer
 SHAPES: tuple[tuple[int, ...], ...] = ((7, 5), (5,), (), (3, 2, 2), (0, 3))
 
 
-def make_params(shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+def make_params(
+    shapes: Sequence[tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(7)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in shapes]
 
 
 def twins(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -30,7 +32,7 @@ def set_gradients(step: int, *param_lists: Sequence[torch.Tensor]) -> None:
     for params in param_lists:
         generator = torch.Generator().manual_seed(1000 + step)
         for param in params:
-            gradient = torch.randn(param.shape, generator=generator).to(param.dtype)
+            gradient = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
             param.grad = gradient if param.requires_grad else None
 
 

@@ -78,6 +78,7 @@ class _Seat:
 
     rank: int
     world_size: int
+    backend: str
     store_port: int
     log: Path
     stacks: Path
@@ -103,10 +104,11 @@ def _unpack(data: bytes) -> Any:
 
 
 class WorkerPool:
-    """`world_size` processes in one Gloo group: started at the first run, reused until a run fails or `close`."""
+    """`world_size` processes in one group: started at the first run, reused until a run fails or `close`."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
+        self.backend = backend
         self._crew: _Crew | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60, **kwargs: Any) -> list[Any]:
@@ -119,7 +121,7 @@ class WorkerPool:
         job = _pack((_warning_filters(), function, args, kwargs))
         try:
             if self._crew is None:
-                self._crew = _Crew(self.world_size)
+                self._crew = _Crew(self.world_size, self.backend)
                 self._crew.collect(START_SECONDS)
             self._crew.send(job)
             return self._crew.collect(timeout)
@@ -137,7 +139,7 @@ class WorkerPool:
 class _Crew:
     """The processes behind a pool, from their start to their end; they are never repaired, only replaced."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, backend: str) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="worker_pool_")
         # The store lives here, on a port that the kernel picks as it binds: no other process can take it in between.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
@@ -146,7 +148,8 @@ class _Crew:
         with mock.patch.dict(os.environ, _worker_environment()):
             for rank in range(world_size):
                 base = Path(self._directory.name, f"rank{rank}")
-                seat = _Seat(rank, world_size, self._store.port, base.with_suffix(".log"), base.with_suffix(".stacks"))
+                files = base.with_suffix(".log"), base.with_suffix(".stacks")
+                seat = _Seat(rank, world_size, backend, self._store.port, *files)
                 pipe, worker_pipe = context.Pipe()
                 # Daemons: multiprocessing ends them when this process exits, after an interrupt as well.
                 process = context.Process(target=_serve, args=(seat, worker_pipe), daemon=True)
@@ -301,7 +304,13 @@ def _join_group(seat: _Seat) -> None:
     torch.set_warn_always(True)  # what torch says once per process would fail only the test that happens to come first
     _rewrite_asserts()
     store = dist.TCPStore(LOCALHOST, seat.store_port, is_master=False, timeout=GROUP_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.world_size, timeout=GROUP_TIMEOUT)
+    if "nccl" in seat.backend:
+        # NCCL refuses two ranks on one device of one host, so each rank of a test is a host of its own.
+        os.environ.update(NCCL_HOSTID=f"host{seat.rank}", NCCL_SOCKET_IFNAME="lo")
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        seat.backend, store=store, rank=seat.rank, world_size=seat.world_size, timeout=GROUP_TIMEOUT
+    )
     gc.freeze()  # all that torch made at import stays: the gc.collect() after each job need not visit it
 
 

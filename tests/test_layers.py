@@ -1,0 +1,82 @@
+"""Imports point down: planning < runtime < state < drop-in < cli. Read from the source; nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
+ORDER = ["planning", "runtime", "state", "arguments", "zero_redundancy_optimizer", "cli"]
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def layer_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "shardstep"
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the direction"
+            found |= {node.module or ""}
+    return found
+
+
+def names_called(path: Path) -> set[str]:
+    """`dist.x` for every attribute of torch.distributed that is used."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dist"
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_down(path):
+    own = path.relative_to(SOURCE).with_suffix("").parts[0]
+    for module in imports_of(path):
+        if module.split(".")[0] == "shardstep" and layer_of(module) != "shardstep":
+            assert ORDER.index(layer_of(module)) <= ORDER.index(own), f"{own} imports {module}, which lies above it"
+
+
+def test_every_part_has_its_place_in_the_order():
+    parts = {path.relative_to(SOURCE).with_suffix("").parts[0] for path in FILES}
+    assert parts == set(ORDER)
+
+
+def test_planning_knows_neither_torch_nor_processes():
+    for path in (SOURCE / "planning").glob("*.py"):
+        assert not {module for module in imports_of(path) if module.split(".")[0] == "torch"}, path
+
+
+MESSAGES = {"broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "gather",
+            "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "scatter", "send", "recv", "isend", "irecv",
+            "barrier", "batch_isend_irecv", "broadcast_object_list", "all_gather_object", "gather_object"}  # fmt: skip
+
+
+def test_only_collectives_sends_messages():
+    library = [path for path in FILES if path.relative_to(SOURCE).parts[0] != "cli"]
+    senders = {path.relative_to(SOURCE).as_posix() for path in library if names_called(path) & MESSAGES}
+    assert senders == {"runtime/collectives.py"}
+
+
+def test_nothing_is_pickled_or_unpickled_without_weights_only():
+    for path in FILES:
+        text = path.read_text()
+        assert "import pickle" not in text, path
+        assert "weights_only=False" not in text, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                assert any(keyword.arg == "weights_only" for keyword in node.keywords), path
+
+
+def test_no_private_helper_of_torchs_own_class_is_imported():
+    for path in [*FILES, *Path(__file__).parent.glob("*.py")]:
+        for module in imports_of(path):
+            assert not module.startswith("torch.distributed.optim.zero_redundancy_optimizer"), path
+            assert not module.startswith("torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"), path
