@@ -145,6 +145,8 @@ def frozen_is_not_sent(bucket_view: bool) -> None:
     assert bytes_sent_by_step(zero) == others * 4 * 190
     params[0].requires_grad_(False)
     set_gradients(1, params)
+    zero.step()  # the step that notices the change still sends as before
+    set_gradients(2, params)
     assert bytes_sent_by_step(zero) == others * 4 * 90
 
 
@@ -158,8 +160,8 @@ COLLECTIVES = ("broadcast", "all_reduce", "all_gather", "all_gather_into_tensor"
                "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier")  # fmt: skip
 
 
-def messages_of_a_step(count: int, bucket_view: bool) -> tuple[int, int]:
-    params = make_params(tuple((5 + i % 7,) for i in range(count)))
+def messages_of_a_step(count: int, bucket_view: bool, numel: int = 5) -> tuple[int, int]:
+    params = make_params(tuple((numel + i % 7,) for i in range(count)))
     zero = ZeroRedundancyOptimizer(params, SGD, parameters_as_bucket_view=bucket_view, lr=0.1)
     set_gradients(0, params)
     collectives, sends = [], []
@@ -188,6 +190,43 @@ def test_05_one_message_per_parameter(workers, world_size, bucket_view):
         for collectives, sends in workers(world_size).run(messages_of_a_step, count, bucket_view):
             assert collectives == 1, "the agreement of 48 bytes"
             assert sends <= world_size - 1, "this rank's share, once to every other rank"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_05_large_parameters_are_sent_from_their_own_memory(workers, world_size):
+    # Copying four megabytes through fresh memory takes longer than a message of its own.
+    for collectives, sends in workers(world_size).run(messages_of_a_step, 2 * world_size, False, 2**20):
+        assert collectives == 1
+        assert sends == 2 * (world_size - 1)
+
+
+def bytes_sent_by_the_holder(bucket_view: bool) -> tuple[int, int]:
+    """One large parameter: rank 0 holds it alone. Bytes sent by this rank, and bytes of the parameter."""
+    params = make_params(((3_000_000,), (10,), (10,), (10,)))
+    before = twins(params)
+    zero = ZeroRedundancyOptimizer(params, SGD, parameters_as_bucket_view=bucket_view, lr=0.1)
+    plain = SGD(before, lr=0.1)
+    set_gradients(0, params, before)
+    sent: list[int] = []
+    isend = dist.isend
+
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return isend(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "isend", counting):
+        zero.step()
+    plain.step()
+    assert_same(params, before)
+    return sum(sent), params[0].nbytes
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_05_the_holder_of_a_large_parameter_sends_it_once(workers, world_size, bucket_view):
+    results = workers(world_size).run(bytes_sent_by_the_holder, bucket_view)
+    assert results[0][0] < 1.01 * results[0][1]
+    assert all(sent < 1.01 * large for sent, large in results), "no rank sends more than all parameters once"
 
 
 def nothing_is_copied_that_lies_together() -> None:

@@ -106,7 +106,6 @@ def test_a_whole_demo(tmp_path):
     arguments = ["--model", "tiny", "--steps", "5", "--ranks", "2", "--out", str(tmp_path / "new" / "folder")]
     run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
-    assert run.stderr == ""
     assert "\x1b" not in run.stdout  # not a terminal: no bars, no colours
     assert "\r" not in run.stdout
     assert len(run.stdout.splitlines()) < 40

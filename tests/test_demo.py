@@ -264,20 +264,35 @@ def test_stopping_the_command_stops_the_ranks(start, stop, raised, tmp_path):
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_the_first_failure_is_shown_not_the_broken_connection_after_it(tmp_path):
-    exchange = Exchange(tmp_path)
-    exchange.launcher_log.write_text("")
+def leave_traces(exchange: Exchange, *, raised_at: dict[int, int], summary: str) -> None:
+    """The files of a failed run: for each rank that raised, in which second, and torchrun's own summary."""
+    exchange.launcher_log.write_text(summary)
     words = {0: "RuntimeError: Connection closed by peer", 1: "ValueError: no wind"}
-    for rank, second in ((0, 20), (1, 10)):
+    for rank in range(2):
         folder = exchange.logs / "run" / "attempt_0" / str(rank)
         folder.mkdir(parents=True)
-        (folder / "stderr.log").write_text("many lines\n" * 100 + words[rank])
-        (folder / "error.json").touch()
-        os.utime(folder / "error.json", (second, second))
-    described = describe_failure(exchange)
+        if rank in raised_at:
+            (folder / "error.json").touch()
+            os.utime(folder / "error.json", (raised_at[rank], raised_at[rank]))
+        (folder / "stderr.log").write_text("many lines\n" * 100 + words[rank] if rank in raised_at else "")
+
+
+def summary_line(rank: int, status: int) -> str:
+    return f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : {status} (pid: 1)\n  error_file: <N/A>\n"
+
+
+def test_the_first_failure_is_shown_not_the_broken_connection_after_it(tmp_path):
+    # Rank 1 also aborts on its way out, which must not hide what it raised.
+    leave_traces(Exchange(tmp_path), raised_at={0: 20, 1: 10}, summary=summary_line(0, 1) + summary_line(1, -6))
+    described = describe_failure(Exchange(tmp_path))
     assert described.startswith("rank 1 failed:\n")
     assert described.endswith("ValueError: no wind")
     assert len(described.splitlines()) < 20
+
+
+def test_a_killed_rank_is_shown_not_the_broken_connection_after_it(tmp_path):
+    leave_traces(Exchange(tmp_path), raised_at={0: 20}, summary=summary_line(0, 1) + summary_line(1, -9))
+    assert describe_failure(Exchange(tmp_path)) == "rank 1 was killed by signal 9 (SIGKILL)."
 
 
 def test_a_launcher_that_fails_alone_is_quoted(tmp_path):

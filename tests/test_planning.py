@@ -179,10 +179,10 @@ def test_sizes_below_one_are_refused(bad):
         make_plan(simple((3,)), Layout.FLAT, **bad)
 
 
-@given(st.lists(st.integers(0, 200), max_size=30), st.integers(1, 64))
-def test_chunks_carry_every_byte_once_within_the_limit(sizes, limit):
+@given(st.lists(st.integers(0, 200), max_size=30), st.integers(1, 64), st.integers(1, 100))
+def test_chunks_carry_every_byte_once_within_the_limit(sizes, limit, large):
     seen = [0] * len(sizes)
-    for spans in plan_chunks(sizes, limit):
+    for spans in plan_chunks(sizes, limit=limit, large=large):
         assert 0 < sum(span.nbytes for span in spans) <= limit
         for span in spans:
             assert span.start == seen[span.tensor], "a tensor travels in order"
@@ -191,8 +191,8 @@ def test_chunks_carry_every_byte_once_within_the_limit(sizes, limit):
 
 
 def test_small_tensors_share_messages_and_large_ones_have_their_own():
-    sizes = [4, 1000, 4, 1000]
-    assert [[span.tensor for span in spans] for spans in plan_chunks(sizes, 800)] == [[0, 2], [1], [1], [3], [3]]
+    chunks = plan_chunks([4, 1000, 4, 1000], limit=800, large=100)
+    assert [[span.tensor for span in spans] for spans in chunks] == [[0, 2], [1], [1], [3], [3]]
 
 
 def test_planning_does_not_import_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -14,8 +15,8 @@ from torch.optim import Optimizer
 from shardstep.arguments import check_parameters, read_group, read_params
 from shardstep.planning import Layout, Plan, make_plan, read_specs
 from shardstep.runtime.agreement import Claim, DeferredStepAgreement, Facts, StepAgreement, agree
-from shardstep.runtime.buffers import FlatSegment, ScatteredSegment, make_segments, move_out, storage_order
-from shardstep.runtime.collectives import gather_bucket, open_channel
+from shardstep.runtime.buffers import flat_messages, move_out, scattered_messages, storage_order
+from shardstep.runtime.collectives import IN_PLACE_NBYTES, Gather, make_gather, open_channel, takes_many_messages
 from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options, dealt_to, local_groups
 from shardstep.runtime.objects import _broadcast_object as _broadcast_object
 from shardstep.runtime.objects import _recursive_copy_to_device as _recursive_copy_to_device
@@ -88,6 +89,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._optimizer_class = optimizer_class
         self._given = defaults
         self._steps = 0
+        self._buckets: list[list[torch.Tensor]] = []
         self._snapshot: dict[Any, Any] | None = None  # all ranks' state, on the rank it was consolidated to
         self._snapshot_lost = "was never consolidated"
 
@@ -136,17 +138,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _place(self, plan: Plan) -> None:
         """Adopt `plan`: memory for what it sends, and memory of their own for parameters it no longer sends."""
-        kind = FlatSegment if self.parameters_as_bucket_view else ScatteredSegment
         params = self._all_params
-        old_buffers = [buffer for row in getattr(self, "_buckets", []) for buffer in row]
+        old_buffers = [buffer for row in self._buckets for buffer in row]
         self._plan, self._plan_facts = plan, _facts_of(plan)
         self._travels = [spec.trainable for spec in plan.params]
-        self._segments = [make_segments(bucket, params, kind) for bucket in plan.buckets]
-        self._buckets: list[list[torch.Tensor]] = [
-            [segment.buffer for segment in row if isinstance(segment, FlatSegment)] for row in self._segments
-        ]
-        if not self.parameters_as_bucket_view:
-            self._buckets = []
+        self._gathers: list[Gather] = []
+        self._buckets = []
+        for bucket in plan.buckets:
+            device = params[bucket.pieces[0].param].device
+            if self.parameters_as_bucket_view:
+                flat = flat_messages(bucket, params)
+                self._buckets.append([message.buffer for row in flat for message in row])
+                self._gathers.append(make_gather(self._channel, device, flat))
+            else:
+                in_place = IN_PLACE_NBYTES if takes_many_messages(self._channel, device) else math.inf
+                scattered = scattered_messages(bucket, params, in_place)
+                self._gathers.append(make_gather(self._channel, device, scattered))
         move_out((params[piece.param] for piece in plan.parked), old_buffers)
 
     def _names(self, plan: Plan) -> dict[torch.Tensor, str]:
@@ -238,6 +245,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._join_config.enable and self.world_size > 1:
             hand_over_gradients(self._channel, self._plan, self._all_params, joined)
         watched = _WatchedClosure(closure) if callable(closure) else None
+        if watched is None:  # a closure reads all parameters; without one, others' may arrive while this rank steps
+            self._expect_params()
         loss, failure = None, None
         try:
             loss = self._local_step(closure=watched or closure, **kwargs)
@@ -246,18 +255,42 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 # The others are in the middle of their closures, perhaps in a collective of theirs: no exchange now.
                 raise
             failure = error
+        if watched is not None:
+            self._expect_params()
         self._lose_snapshot(f"was consolidated at step {self._steps}, and a step was taken since")
+        self._sync_params(failure)
+        self._steps += 1
+        return loss
+
+    def _expect_params(self) -> None:
+        if self.world_size > 1:
+            for gather in self._gathers:
+                gather.expect()
+
+    def _sync_params(self, failure: Exception | None = None) -> None:
+        """Give every rank what every other rank has stepped; raise on all of them if one of them failed."""
         travels = _travelling(self._all_params)
         changed = travels != self._travels
         plan = self._plan_for(travels) if changed else self._plan
         facts = _facts_of(plan) if changed else self._plan_facts
-        if self._agreement.confirm(Claim("step", failure, facts), changed) and changed:
+        gathers = self._gathers if self.world_size > 1 else []
+        for gather in gathers:
+            gather.send()
+        agreed = self._agreement.confirm(Claim("step", failure, facts), changed)
+        for gather in gathers:
+            gather.finish()
+        self._agreement.finish()
+        if agreed and changed:
             logger.warning("the set of trainable parameters has changed; what is sent at each step follows")
             self._place(plan)
-        self._sync_params()
-        self._agreement.finish()
-        self._steps += 1
-        return loss
+            self._send_again()
+
+    def _send_again(self) -> None:
+        """Parameters that were frozen until now were stepped, but not sent: the messages followed the plan before."""
+        self._expect_params()
+        for gather in self._gathers if self.world_size > 1 else []:
+            gather.send()
+            gather.finish()
 
     def _local_step(
         self, gradients: Sequence[torch.Tensor | None] | None = None, closure: Any = None, **kwargs: Any
@@ -271,12 +304,6 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         loss: float | None = self.optim.step(**kwargs)
         copy_options(self.optim.param_groups, self.param_groups)
         return loss
-
-    def _sync_params(self) -> None:
-        """Give every rank what every other rank has stepped."""
-        if self.world_size > 1:
-            for segments in self._segments:
-                gather_bucket(self._channel, segments)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 

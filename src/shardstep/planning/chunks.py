@@ -19,16 +19,16 @@ class Span:
         return self.stop - self.start
 
 
-def plan_chunks(nbytes: Sequence[int], limit: int) -> Iterator[tuple[Span, ...]]:
+def plan_chunks(nbytes: Sequence[int], *, limit: int, large: int) -> Iterator[tuple[Span, ...]]:
     """The messages that carry tensors of these sizes, none larger than `limit`.
 
-    Small tensors share messages; a tensor of an eighth of the limit or more has messages of its own, so that it can be
-    sent from and received into its own memory without a copy. The small ones go first: optimizer state alternates a
-    step counter of four bytes with large moments, and would otherwise make one tiny message per parameter.
+    Small tensors share messages; one of at least `large` bytes has messages of its own, so that it can be sent from and
+    received into its own memory without a copy. The small ones go first: optimizer state alternates a step counter of
+    four bytes with large moments, and would otherwise make one tiny message per parameter.
     """
     if limit < 1:
         raise ValueError(f"a message must be allowed at least one byte, got {limit}")
-    large = max(limit // 8, 1)
+    large = min(large, limit)
     row: list[Span] = []
     filled = 0
     for tensor, size in enumerate(nbytes):

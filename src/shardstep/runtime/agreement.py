@@ -125,50 +125,27 @@ def _brief(text: str) -> str:
 
 
 class StepAgreement:
-    """The agreement of every step, on a channel whose records arrive on the host: at once."""
+    """The agreement of every step: `begin`, then `confirm` once the step is done and its messages are on their way,
+    then `finish` once they have arrived. A rank that failed, or does not agree, takes part in the messages of the step
+    as they were planned before, so that nobody is left waiting, and raises in `finish`.
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def begin(self) -> None:
-        """Nothing is left over from the step before."""
-
-    def confirm(self, claim: Claim, changed: bool) -> bool:
-        """True if the ranks agree; raises on all of them otherwise. Nothing of this step has been sent yet."""
-        del changed
-        agree(self._channel, claim)
-        return True
-
-    def finish(self) -> None:
-        """Nothing was put off."""
-
-
-class DeferredStepAgreement:
-    """The agreement of every step, on a channel whose records arrive on an accelerator.
-
-    Reading them at once would make the host wait for the device at every step. So a rank on which nothing changed
-    reads them when its next step begins. A rank that failed or changed reads at once, and if the others do not do
-    likewise it still takes part in this step's messages, as planned before, and raises afterwards: so nobody is left
-    waiting, and the others raise one step later.
+    This one is for a channel whose records arrive on the host: every rank raises in the same step.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._pending: tuple[Claim, PendingRecords] | None = None
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        if self._pending is not None:
-            (claim, records), self._pending = self._pending, None
-            self._judge(claim, _read(records))
-            self.finish()
+        """Raise what is left over from the step before."""
 
     def confirm(self, claim: Claim, changed: bool) -> bool:
-        records = gather_records(self._channel, _record_of(claim).pack())
-        if not changed and claim.failure is None:
-            self._pending = (claim, records)
-            return True
-        self._judge(claim, _read(records))
+        """Whether all ranks fared well and hold the same facts; `changed`: not those of the last step."""
+        del changed
+        try:
+            agree(self._channel, claim)
+        except Exception as error:
+            self._error = error
         return self._error is None
 
     def finish(self) -> None:
@@ -176,18 +153,44 @@ class DeferredStepAgreement:
             error, self._error = self._error, None
             raise error
 
-    def _judge(self, claim: Claim, records: Sequence[_Record]) -> None:
-        """Without a second exchange, which a rank that raised in the meantime would not take part in."""
-        if _harmonious(records):
-            return
-        failed = [rank for rank, record in enumerate(records) if record.failed]
-        if claim.failure is not None:
-            self._error = claim.failure
-        elif failed:
-            self._error = RuntimeError(f"{claim.action} failed on ranks {failed}; their own errors say why")
+
+class DeferredStepAgreement(StepAgreement):
+    """The same on a channel whose records arrive on an accelerator.
+
+    Reading them at once would make the host wait for the device at every step. So a rank on which nothing changed
+    reads them when its next step begins, and raises then; a rank that failed or changed reads them at once.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
+        self._pending: tuple[Claim, PendingRecords] | None = None
+
+    def begin(self) -> None:
+        if self._pending is not None:
+            (claim, records), self._pending = self._pending, None
+            self._error = _verdict(claim, _read(records))
+            self.finish()
+
+    def confirm(self, claim: Claim, changed: bool) -> bool:
+        records = gather_records(self._channel, _record_of(claim).pack())
+        if changed or claim.failure is not None:
+            self._error = _verdict(claim, _read(records))
         else:
-            odd = [rank for rank, record in enumerate(records) if record.digest != records[0].digest]
-            self._error = RuntimeError(
-                f"{claim.action}: ranks {odd} do not hold the same as rank 0: the same parameters must be frozen, and "
-                "have gradients, on every rank"
-            )
+            self._pending = (claim, records)
+        return self._error is None
+
+
+def _verdict(claim: Claim, records: Sequence[_Record]) -> Exception | None:
+    """What is wrong, from the records alone: a rank that has raised already takes part in no exchange of words."""
+    if _harmonious(records):
+        return None
+    if claim.failure is not None:
+        return claim.failure
+    failed = [rank for rank, record in enumerate(records) if record.failed]
+    if failed:
+        return RuntimeError(f"{claim.action} failed on ranks {failed}; their own errors say why")
+    odd = [rank for rank, record in enumerate(records) if record.digest != records[0].digest]
+    return RuntimeError(
+        f"{claim.action}: ranks {odd} do not hold the same as rank 0: the same parameters must be frozen, and have "
+        "gradients, on every rank"
+    )

@@ -1,27 +1,31 @@
-"""Memory: what one rank contributes to a bucket, as one flat tensor for the wire."""
+"""Memory: what each rank contributes to a bucket, as flat tensors for the wire."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 
 from shardstep.planning import Bucket
 
+# CUDA's fused and foreach kernels read four elements at a time where pointers allow it, and round differently where
+# they do not. So on a device every view starts where a tensor of its own might, and rounds as the plain optimizer does.
+DEVICE_ALIGNMENT_NBYTES = 64
 
-class FlatSegment:
+
+class FlatMessage:
     """Parameters that live as views of one flat buffer: it is sent and received as it is."""
 
     def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self.numel = sum(param.numel() for param in params)
-        self.device = device
-        self.buffer = torch.empty(self.numel, dtype=dtype, device=device)
-        offset = 0
-        for param in params:
-            view = dense_view(self.buffer, offset, param)
+        unit = 1 if device.type == "cpu" else max(DEVICE_ALIGNMENT_NBYTES // dtype.itemsize, 1)
+        starts = [0, *accumulate(-(-param.numel() // unit) * unit for param in params)]
+        self.buffer = torch.zeros(starts[-1], dtype=dtype, device=device)
+        self.nbytes = self.buffer.nbytes
+        for start, param in zip(starts, params, strict=False):
+            view = dense_view(self.buffer, start, param)
             view.copy_(param.detach())
             param.data = view
-            offset += param.numel()
 
     def outgoing(self) -> torch.Tensor:
         return self.buffer
@@ -33,18 +37,19 @@ class FlatSegment:
         """The views see the new values already."""
 
 
-class ScatteredSegment:
+class ScatteredMessage:
     """Parameters that lie where the caller put them.
 
-    They are packed for the wire, unless they lie one behind the other in one buffer: then that buffer is sent and
-    received as it is. Where they lie is looked up every time, because a program may move them between steps.
+    They are packed for the wire, unless they lie one behind the other in one buffer, as a single one always does: then
+    that memory is sent and received as it is. Where they lie is looked up every time: a program may move them.
     """
 
     def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self.numel = sum(param.numel() for param in params)
-        self._params = [param for param in params if param.numel()]
-        self.device = device
+        self._params = params
+        self._numel = sum(param.numel() for param in params)
+        self.nbytes = self._numel * dtype.itemsize
         self._dtype = dtype
+        self._device = device
 
     def outgoing(self) -> torch.Tensor:
         run = self._run()
@@ -52,7 +57,7 @@ class ScatteredSegment:
 
     def landing(self) -> torch.Tensor:
         run = self._run()
-        return torch.empty(self.numel, dtype=self._dtype, device=self.device) if run is None else run
+        return torch.empty(self._numel, dtype=self._dtype, device=self._device) if run is None else run
 
     def landed(self, values: torch.Tensor) -> None:
         if values.data_ptr() == self._params[0].data_ptr():
@@ -74,18 +79,35 @@ class ScatteredSegment:
             ):
                 return None
             expected += param.numel() * param.element_size()
-        return first.as_strided((self.numel,), (1,), first.storage_offset())
+        return first.as_strided((self._numel,), (1,), first.storage_offset())
 
 
-def make_segments(
-    bucket: Bucket, params: Sequence[torch.Tensor], kind: type[FlatSegment] | type[ScatteredSegment]
-) -> list[FlatSegment | ScatteredSegment]:
-    """The segments of a bucket of whole parameters, one per rank. FlatSegment moves the parameters into a buffer."""
-    by_rank: list[list[torch.Tensor]] = [[] for _ in bucket.splits]
+def flat_messages(bucket: Bucket, params: Sequence[torch.Tensor]) -> list[list[FlatMessage]]:
+    """One message per rank; moves the parameters into its buffer. A rank without parameters has an empty buffer."""
+    return [[FlatMessage(*row)] for row in _by_rank(bucket, params)]
+
+
+def scattered_messages(
+    bucket: Bucket, params: Sequence[torch.Tensor], in_place_nbytes: float
+) -> list[list[ScatteredMessage]]:
+    """The messages of each rank: one for every parameter of at least `in_place_nbytes`, the others packed together."""
+    rows: list[list[ScatteredMessage]] = []
+    for members, dtype, device in _by_rank(bucket, params):
+        large = [[param] for param in members if param.nbytes >= in_place_nbytes]
+        small = [param for param in members if 0 < param.nbytes < in_place_nbytes]
+        rows.append([ScatteredMessage(group, dtype, device) for group in [*large, small] if group])
+    return rows
+
+
+def _by_rank(
+    bucket: Bucket, params: Sequence[torch.Tensor]
+) -> Iterator[tuple[list[torch.Tensor], torch.dtype, torch.device]]:
+    members: list[list[torch.Tensor]] = [[] for _ in bucket.splits]
     for piece in bucket.pieces:
-        by_rank[piece.rank].append(params[piece.param])
+        members[piece.rank].append(params[piece.param])
     sample = params[bucket.pieces[0].param]
-    return [kind(members, sample.dtype, sample.device) for members in by_rank]
+    for row in members:
+        yield row, sample.dtype, sample.device
 
 
 def move_out(params: Iterable[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:

@@ -18,6 +18,13 @@ from shardstep.planning.chunks import plan_chunks
 
 CHUNK_NBYTES = 32 * 1024 * 1024  # the largest message of `send_tensors`, and so the memory it needs
 
+# Tensors from this size on travel from and into their own memory; smaller ones share a message. A copy through fresh
+# memory costs more than a message: 18 ms for 42 MB, and as much memory.
+IN_PLACE_NBYTES = 1024 * 1024
+
+# A message from this size on is passed on by the other ranks instead of being sent to each of them by its holder.
+RELAY_NBYTES = 8 * 1024 * 1024
+
 # Point-to-point messages match by peer and tag. A tag of our own keeps them apart from a program's own sends.
 _TAG = 20_591
 
@@ -99,14 +106,13 @@ def broadcast_bytes(channel: Channel, payload: bytes | None, nbytes: int, source
     return message.cpu().numpy().tobytes()
 
 
-class Segment(Protocol):
-    """What one rank contributes to a bucket."""
+class Message(Protocol):
+    """Parameters of one rank that travel together."""
 
-    numel: int
-    device: torch.device
+    nbytes: int
 
     def outgoing(self) -> torch.Tensor:
-        """The values as one flat tensor; called on the rank that holds them."""
+        """Their values as one flat tensor; called on the rank that holds them."""
 
     def landing(self) -> torch.Tensor:
         """Where the values may be received."""
@@ -115,54 +121,134 @@ class Segment(Protocol):
         """The values have arrived in what `landing` returned."""
 
 
-def gather_bucket(channel: Channel, segments: Sequence[Segment]) -> None:
-    """Give every rank the segment of every rank."""
-    kind = segments[0].device.type
-    if kind == "cpu" and channel.backends.get(kind) == "gloo":
-        _gather_in_pairs(channel, segments)
-    else:
-        _gather_by_broadcast(channel, segments)
+class Gather(Protocol):
+    """Gives every rank the messages of every rank; made once for a plan and used at every step, in this order."""
+
+    def expect(self) -> None:
+        """Other ranks' parameters may be written from now on."""
+
+    def send(self) -> None:
+        """This rank's parameters are final."""
+
+    def finish(self) -> None:
+        """Return when every message has arrived."""
 
 
-def _gather_in_pairs(channel: Channel, segments: Sequence[Segment]) -> None:
-    """In round k every rank sends to the rank k above it and receives from the rank k below.
+def make_gather(channel: Channel, device: torch.device, messages: Sequence[Sequence[Message]]) -> Gather:
+    """A gather of parameters on `device`; `messages[r]` are those of rank r."""
+    kind = DirectGather if takes_many_messages(channel, device) else BroadcastGather
+    return kind(channel, messages)
 
-    Gloo's broadcasts take 1.5 times as long at two ranks and 2.4 times at four, for the same bytes. One round at a
-    time, so that scattered parameters need memory for one other rank's segment, not for all.
+
+def takes_many_messages(channel: Channel, device: torch.device) -> bool:
+    """Whether a message costs less than a copy there, so that large parameters travel from their own memory."""
+    return device.type == "cpu" and channel.backends.get("cpu") == "gloo"
+
+
+class BroadcastGather:
+    """One broadcast per message. On a GPU nothing here waits: it is all enqueued on the current stream."""
+
+    def __init__(self, channel: Channel, messages: Sequence[Sequence[Message]]) -> None:
+        self._channel = channel
+        self._messages = messages
+
+    def expect(self) -> None:
+        """A broadcast is one call on all ranks, at the end."""
+
+    def send(self) -> None:
+        """Likewise."""
+
+    def finish(self) -> None:
+        for source, messages in enumerate(self._messages):
+            for message in messages:
+                own = source == self._channel.rank
+                values = message.outgoing() if own else message.landing()
+                if values.numel():
+                    dist.broadcast(as_bytes(values), group=self._channel.group, group_src=source)
+                    if not own:
+                        message.landed(values)
+
+
+class DirectGather:
+    """Every rank sends to every other, and receives while it still steps.
+
+    Gloo's broadcasts take 1.5 times as long at two ranks and 2.4 times at four for the same bytes, and start only when
+    the slowest rank has stepped. Here a rank that holds less sends while the others still compute.
+
+    A large message is cut into one part for each of the other ranks, who pass their part on to the rest. So the holder
+    sends it once, not once per rank, and no rank sends more than all parameters once, however uneven their shares.
     """
-    own = segments[channel.rank]
-    outgoing = as_bytes(own.outgoing()) if own.numel else None
-    for shift in range(1, channel.world_size):
-        to, source = (channel.rank + shift) % channel.world_size, (channel.rank - shift) % channel.world_size
-        work: list[Any] = []
-        landing = None
-        if segments[source].numel:
-            landing = segments[source].landing()
-            work.append(dist.irecv(as_bytes(landing), group=channel.group, group_src=source, tag=_TAG))
-        if outgoing is not None:
-            work.append(dist.isend(outgoing, group=channel.group, group_dst=to, tag=_TAG))
-        for pending in work:
-            pending.wait()
-        if landing is not None:
-            segments[source].landed(landing)
 
+    def __init__(self, channel: Channel, messages: Sequence[Sequence[Message]]) -> None:
+        self._channel = channel
+        self._messages = messages
+        self._arriving: list[tuple[Message, torch.Tensor]] = []
+        self._carried: list[tuple[int, torch.Tensor, Any]] = []  # parts that this rank passes on: whose, what, when
+        self._work: list[Any] = []
 
-def _gather_by_broadcast(channel: Channel, segments: Sequence[Segment]) -> None:
-    """One broadcast per holder. On a GPU nothing here waits: it is all enqueued on the current stream."""
-    for source, segment in enumerate(segments):
-        if segment.numel == 0:
-            continue
-        values = segment.outgoing() if source == channel.rank else segment.landing()
-        dist.broadcast(as_bytes(values), group=channel.group, group_src=source)
-        if source != channel.rank:
-            segment.landed(values)
+    def expect(self) -> None:
+        if self._work or self._carried:
+            raise RuntimeError(
+                "an earlier step was interrupted half-way, so the ranks may hold different parameters; "
+                "build the optimizer again and load a checkpoint"
+            )
+        # Those that hold least are done first, and what they send is passed on first.
+        load = [sum(message.nbytes for message in messages) for messages in self._messages]
+        for owner in sorted(self._others(self._channel.rank), key=lambda rank: load[rank]):
+            for message in self._messages[owner]:
+                values = message.landing()
+                self._arriving.append((message, values))
+                for carrier, part in self._parts(owner, as_bytes(values)):
+                    source = owner if carrier in (None, self._channel.rank) else carrier
+                    work = dist.irecv(part, group=self._channel.group, group_src=source, tag=_TAG + owner)
+                    if carrier == self._channel.rank:
+                        self._carried.append((owner, part, work))
+                    else:
+                        self._work.append(work)
+
+    def send(self) -> None:
+        own = self._channel.rank
+        for message in self._messages[own]:
+            for carrier, part in self._parts(own, as_bytes(message.outgoing())):
+                for to in self._others(own) if carrier is None else [carrier]:
+                    self._isend(part, to, own)
+
+    def finish(self) -> None:
+        for owner, part, work in self._carried:
+            work.wait()
+            for to in self._others(owner, self._channel.rank):
+                self._isend(part, to, owner)
+        for work in self._work:
+            work.wait()
+        for message, values in self._arriving:
+            message.landed(values)
+        self._arriving, self._carried, self._work = [], [], []
+
+    def _isend(self, part: torch.Tensor, to: int, owner: int) -> None:
+        self._work.append(dist.isend(part, group=self._channel.group, group_dst=to, tag=_TAG + owner))
+
+    def _parts(self, owner: int, values: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
+        """(the rank that passes it on, part); None where the holder sends to everyone itself. Same on every rank."""
+        carriers = self._others(owner)
+        if len(values) == 0:
+            return []
+        if len(carriers) < 2 or len(values) < RELAY_NBYTES:
+            return [(None, values)]
+        return list(zip(carriers, torch.tensor_split(values, len(carriers)), strict=True))
+
+    def _others(self, *without: int) -> list[int]:
+        """All ranks but these, in the order after the first of these, so that not everybody starts with rank 0."""
+        count = self._channel.world_size
+        ranks = [(without[0] + shift) % count for shift in range(count)]
+        return [rank for rank in ranks if rank not in without]
 
 
 def send_tensors(channel: Channel, tensors: Sequence[torch.Tensor], to: int) -> None:
     """Send flat tensors to rank `to` in messages of at most CHUNK_NBYTES; they may lie on any device."""
     for parts in _messages(tensors):
-        message = parts[0] if _in_place(channel, parts) else torch.cat([part.to(channel.device) for part in parts])
-        dist.send(message, group=channel.group, group_dst=to, tag=_TAG)
+        packed = None if _in_place(channel, parts) else torch.cat([part.to(channel.device) for part in parts])
+        dist.send(parts[0] if packed is None else packed, group=channel.group, group_dst=to, tag=_TAG)
+        del packed  # before the next one is made: one message of memory, not two
 
 
 def receive_tensors(channel: Channel, landing: Sequence[torch.Tensor], source: int) -> None:
@@ -176,12 +262,13 @@ def receive_tensors(channel: Channel, landing: Sequence[torch.Tensor], source: i
         dist.recv(message, group=channel.group, group_src=source, tag=_TAG)
         for part, values in zip(parts, torch.split(message, sizes), strict=True):
             part.copy_(values)
+        del message, values
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The byte ranges that travel together, message by message."""
     flat = [as_bytes(tensor) for tensor in tensors]
-    for spans in plan_chunks([len(one) for one in flat], CHUNK_NBYTES):
+    for spans in plan_chunks([len(one) for one in flat], limit=CHUNK_NBYTES, large=IN_PLACE_NBYTES):
         yield [flat[span.tensor][span.start : span.stop] for span in spans]
 
 
