@@ -301,6 +301,33 @@ def test_bucket_views_share_one_buffer_per_rank_and_keep_their_memory_format(wor
     workers(world_size).run(bucket_views)
 
 
+def memory_swapped_by_the_program() -> str:
+    """As weight averaging does: `param.data` is another tensor for a while."""
+    ours = make_params()
+    theirs = twins(ours)
+    zero = ZeroRedundancyOptimizer(ours, SGD, parameters_as_bucket_view=True, lr=0.1)
+    plain = SGD(theirs, lr=0.1)
+    for step in range(3):
+        for params in (ours, theirs):
+            for param in params:
+                param.data = param.detach() * 0.5
+        set_gradients(step, ours, theirs)
+        zero.step()
+        plain.step()
+        assert_same(ours, theirs)
+    ours[0].data = ours[0].detach().double()
+    ours[0].grad = None
+    with pytest.raises(RuntimeError, match=r"build the optimizer after model.to") as caught:
+        zero.step()
+    return str(caught.value)
+
+
+def test_bucket_views_follow_a_parameter_whose_data_was_replaced(workers):
+    for world_size in WORLDS:
+        for text in workers(world_size).run(memory_swapped_by_the_program):
+            assert "torch.float64 on cpu" in text
+
+
 def subgroups(members: list[int], bucket_view: bool) -> None:
     group = dist.new_group(members)
     if dist.get_rank() not in members:

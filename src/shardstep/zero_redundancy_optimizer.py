@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -15,8 +14,9 @@ from torch.optim import Optimizer
 from shardstep.arguments import check_parameters, read_group, read_params
 from shardstep.planning import Layout, Plan, make_plan, read_specs
 from shardstep.runtime.agreement import Claim, DeferredStepAgreement, Facts, StepAgreement, agree
-from shardstep.runtime.buffers import flat_messages, move_out, scattered_messages, storage_order
-from shardstep.runtime.collectives import IN_PLACE_NBYTES, Gather, make_gather, open_channel, takes_many_messages
+from shardstep.runtime.buffers import move_out, storage_order
+from shardstep.runtime.collectives import open_channel
+from shardstep.runtime.exchange import Exchange
 from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options, dealt_to, local_groups
 from shardstep.runtime.objects import _broadcast_object as _broadcast_object
 from shardstep.runtime.objects import _recursive_copy_to_device as _recursive_copy_to_device
@@ -117,11 +117,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _build(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Facts:
         """Plan and local optimizer; nothing of the caller's is touched. Returns what must be the same on every rank."""
-        check_parameters(
-            groups,
-            allow_mixed_dtypes=self._allow_mixed_dtypes,
-            differentiable=bool(defaults.get("differentiable", False)),
-        )
+        self._check(groups)
         check_optimizer_class(self._optimizer_class, self.world_size)
         Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
@@ -131,42 +127,36 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # A scheduler asks for options that only the local optimizer knows, such as momentum.
         self.defaults = dict(self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
-        return Facts([*self._settings(), *map(str, self._plan.params)])
+        return Facts(self._settings(self._plan))
+
+    def _check(self, groups: Sequence[dict[str, Any]]) -> None:
+        differentiable = bool(self._given.get("differentiable", False))
+        check_parameters(groups, allow_mixed_dtypes=self._allow_mixed_dtypes, differentiable=differentiable)
 
     def _plan_for(self, travels: Sequence[bool]) -> Plan:
         return make_plan(read_specs(self.param_groups, travels), Layout.WHOLE, world_size=self.world_size)
 
     def _place(self, plan: Plan) -> None:
-        """Adopt `plan`: memory for what it sends, and memory of their own for parameters it no longer sends."""
+        """Adopt `plan`: messages for what it sends, and memory of their own for parameters it no longer sends."""
         params = self._all_params
         old_buffers = [buffer for row in self._buckets for buffer in row]
         self._plan, self._plan_facts = plan, _facts_of(plan)
         self._travels = [spec.trainable for spec in plan.params]
-        self._gathers: list[Gather] = []
-        self._buckets = []
-        for bucket in plan.buckets:
-            device = params[bucket.pieces[0].param].device
-            if self.parameters_as_bucket_view:
-                flat = flat_messages(bucket, params)
-                self._buckets.append([message.buffer for row in flat for message in row])
-                self._gathers.append(make_gather(self._channel, device, flat))
-            else:
-                in_place = IN_PLACE_NBYTES if takes_many_messages(self._channel, device) else math.inf
-                scattered = scattered_messages(bucket, params, in_place)
-                self._gathers.append(make_gather(self._channel, device, scattered))
+        self._exchange = Exchange(self._channel, plan, params, bucket_view=self.parameters_as_bucket_view)
+        self._buckets = self._exchange.buffers
         move_out((params[piece.param] for piece in plan.parked), old_buffers)
 
     def _names(self, plan: Plan) -> dict[torch.Tensor, str]:
         return {param: spec.name for param, spec in zip(self._all_params, plan.params, strict=True)}
 
-    def _settings(self) -> Iterator[str]:
-        """What must be the same on every rank beside the parameters."""
+    def _settings(self, plan: Plan) -> Iterator[str]:
+        """What must be the same on every rank: how the optimizer was built, and every parameter."""
         yield f"optimizer_class {self._optimizer_class.__module__}.{self._optimizer_class.__qualname__}"
         yield f"parameters_as_bucket_view {self.parameters_as_bucket_view}"
-        if self.parameters_as_bucket_view:
+        for spec, param in zip(plan.params, self._all_params, strict=True):
             # Flat buffers are sent in memory order, so channels_last on one rank alone would scramble values.
-            for spec, param in zip(self._plan.params, self._all_params, strict=True):
-                yield f"{spec.name}: dims in memory order {storage_order(param)}"
+            order = f", dims in memory order {storage_order(param)}" if self.parameters_as_bucket_view else ""
+            yield f"{spec}{order}"
 
     # -- what programs read -------------------------------------------------------------------------------------------
 
@@ -245,52 +235,45 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if self._join_config.enable and self.world_size > 1:
             hand_over_gradients(self._channel, self._plan, self._all_params, joined)
         watched = _WatchedClosure(closure) if callable(closure) else None
-        if watched is None:  # a closure reads all parameters; without one, others' may arrive while this rank steps
-            self._expect_params()
         loss, failure = None, None
         try:
-            loss = self._local_step(closure=watched or closure, **kwargs)
+            self._exchange.prepare()
+        except Exception as error:
+            failure = error
+        if watched is None:  # a closure reads all parameters; without one, others' may arrive while this rank steps
+            self._exchange.expect()
+        try:
+            if failure is None:
+                loss = self._local_step(closure=watched or closure, **kwargs)
         except Exception as error:
             if watched is not None and watched.raised:
                 # The others are in the middle of their closures, perhaps in a collective of theirs: no exchange now.
                 raise
             failure = error
         if watched is not None:
-            self._expect_params()
+            self._exchange.expect()
         self._lose_snapshot(f"was consolidated at step {self._steps}, and a step was taken since")
         self._sync_params(failure)
         self._steps += 1
         return loss
 
-    def _expect_params(self) -> None:
-        if self.world_size > 1:
-            for gather in self._gathers:
-                gather.expect()
-
-    def _sync_params(self, failure: Exception | None = None) -> None:
+    def _sync_params(self, failure: Exception | None) -> None:
         """Give every rank what every other rank has stepped; raise on all of them if one of them failed."""
         travels = _travelling(self._all_params)
         changed = travels != self._travels
         plan = self._plan_for(travels) if changed else self._plan
         facts = _facts_of(plan) if changed else self._plan_facts
-        gathers = self._gathers if self.world_size > 1 else []
-        for gather in gathers:
-            gather.send()
+        self._exchange.send()
         agreed = self._agreement.confirm(Claim("step", failure, facts), changed)
-        for gather in gathers:
-            gather.finish()
+        self._exchange.finish()
         self._agreement.finish()
         if agreed and changed:
             logger.warning("the set of trainable parameters has changed; what is sent at each step follows")
             self._place(plan)
-            self._send_again()
-
-    def _send_again(self) -> None:
-        """Parameters that were frozen until now were stepped, but not sent: the messages followed the plan before."""
-        self._expect_params()
-        for gather in self._gathers if self.world_size > 1 else []:
-            gather.send()
-            gather.finish()
+            # Parameters that were frozen until now were stepped, but the messages so far followed the plan before.
+            self._exchange.expect()
+            self._exchange.send()
+            self._exchange.finish()
 
     def _local_step(
         self, gradients: Sequence[torch.Tensor | None] | None = None, closure: Any = None, **kwargs: Any
@@ -316,7 +299,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         failure, facts, plan = None, Facts(), self._plan
         try:
             group = read_group(param_group)
-            check_parameters([*self.param_groups, group], allow_mixed_dtypes=self._allow_mixed_dtypes)
+            self._check([*self.param_groups, group])
             super().add_param_group(group)
             plan = self._plan_for(self._travels + _travelling(group["params"]))
             own = local_groups(self.param_groups, plan, self.rank)[-1]
@@ -324,7 +307,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             build(self._optimizer_class, [own], self._given, self._names(plan))
             self.optim.add_param_group(own)
             copy_options(self.optim.param_groups, self.param_groups)
-            facts = _facts_of(plan)
+            facts = Facts(self._settings(plan))
         except Exception as error:
             failure = error
         try:

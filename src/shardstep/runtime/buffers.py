@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -22,10 +22,10 @@ class FlatMessage:
         starts = [0, *accumulate(-(-param.numel() // unit) * unit for param in params)]
         self.buffer = torch.zeros(starts[-1], dtype=dtype, device=device)
         self.nbytes = self.buffer.nbytes
-        for start, param in zip(starts, params, strict=False):
-            view = dense_view(self.buffer, start, param)
-            view.copy_(param.detach())
-            param.data = view
+        self._places = [
+            (param, dense_view(self.buffer, start, param)) for start, param in zip(starts, params, strict=False)
+        ]
+        self.prepare()
 
     def outgoing(self) -> torch.Tensor:
         return self.buffer
@@ -36,6 +36,19 @@ class FlatMessage:
     def landed(self, values: torch.Tensor) -> None:
         """The views see the new values already."""
 
+    def prepare(self) -> None:
+        """Make the parameters views of the buffer, again if the program has given one other memory since."""
+        for param, view in self._places:
+            if param.data_ptr() == view.data_ptr():
+                continue
+            if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device} became one of shape "
+                    f"{tuple(param.shape)}, {param.dtype} on {param.device}; build the optimizer after model.to(...)"
+                )
+            view.copy_(param.detach())
+            param.data = view
+
 
 class ScatteredMessage:
     """Parameters that lie where the caller put them.
@@ -44,20 +57,21 @@ class ScatteredMessage:
     that memory is sent and received as it is. Where they lie is looked up every time: a program may move them.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params
         self._numel = sum(param.numel() for param in params)
-        self.nbytes = self._numel * dtype.itemsize
-        self._dtype = dtype
-        self._device = device
+        self.nbytes = sum(param.nbytes for param in params)
+
+    def prepare(self) -> None:
+        """The parameters may lie anywhere."""
 
     def outgoing(self) -> torch.Tensor:
         run = self._run()
         return torch.cat([param.detach().reshape(-1) for param in self._params]) if run is None else run
 
     def landing(self) -> torch.Tensor:
-        run = self._run()
-        return torch.empty(self._numel, dtype=self._dtype, device=self._device) if run is None else run
+        run, first = self._run(), self._params[0]
+        return torch.empty(self._numel, dtype=first.dtype, device=first.device) if run is None else run
 
     def landed(self, values: torch.Tensor) -> None:
         if values.data_ptr() == self._params[0].data_ptr():
@@ -84,7 +98,8 @@ class ScatteredMessage:
 
 def flat_messages(bucket: Bucket, params: Sequence[torch.Tensor]) -> list[list[FlatMessage]]:
     """One message per rank; moves the parameters into its buffer. A rank without parameters has an empty buffer."""
-    return [[FlatMessage(*row)] for row in _by_rank(bucket, params)]
+    sample = params[bucket.pieces[0].param]
+    return [[FlatMessage(members, sample.dtype, sample.device)] for members in _by_rank(bucket, params)]
 
 
 def scattered_messages(
@@ -92,22 +107,18 @@ def scattered_messages(
 ) -> list[list[ScatteredMessage]]:
     """The messages of each rank: one for every parameter of at least `in_place_nbytes`, the others packed together."""
     rows: list[list[ScatteredMessage]] = []
-    for members, dtype, device in _by_rank(bucket, params):
+    for members in _by_rank(bucket, params):
         large = [[param] for param in members if param.nbytes >= in_place_nbytes]
         small = [param for param in members if 0 < param.nbytes < in_place_nbytes]
-        rows.append([ScatteredMessage(group, dtype, device) for group in [*large, small] if group])
+        rows.append([ScatteredMessage(group) for group in [*large, small] if group])
     return rows
 
 
-def _by_rank(
-    bucket: Bucket, params: Sequence[torch.Tensor]
-) -> Iterator[tuple[list[torch.Tensor], torch.dtype, torch.device]]:
+def _by_rank(bucket: Bucket, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     members: list[list[torch.Tensor]] = [[] for _ in bucket.splits]
     for piece in bucket.pieces:
         members[piece.rank].append(params[piece.param])
-    sample = params[bucket.pieces[0].param]
-    for row in members:
-        yield row, sample.dtype, sample.device
+    return members
 
 
 def move_out(params: Iterable[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:

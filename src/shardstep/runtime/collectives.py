@@ -22,11 +22,12 @@ CHUNK_NBYTES = 32 * 1024 * 1024  # the largest message of `send_tensors`, and so
 # memory costs more than a message: 18 ms for 42 MB, and as much memory.
 IN_PLACE_NBYTES = 1024 * 1024
 
-# A message from this size on is passed on by the other ranks instead of being sent to each of them by its holder.
+# A message from this size on is passed on by the others if its holder would have to send more than anyone else could.
 RELAY_NBYTES = 8 * 1024 * 1024
 
 # Point-to-point messages match by peer and tag. A tag of our own keeps them apart from a program's own sends.
 _TAG = 20_591
+_GATHER_TAG = _TAG + 1  # and as many more as there are ranks
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,9 @@ class Message(Protocol):
 
     nbytes: int
 
+    def prepare(self) -> None:
+        """Called on every rank before every step; may raise, the other methods do not."""
+
     def outgoing(self) -> torch.Tensor:
         """Their values as one flat tensor; called on the rank that holds them."""
 
@@ -122,7 +126,10 @@ class Message(Protocol):
 
 
 class Gather(Protocol):
-    """Gives every rank the messages of every rank; made once for a plan and used at every step, in this order."""
+    """Gives every rank the messages of every rank; made once for a plan and used at every step, in this order.
+
+    On one rank there is nothing to do.
+    """
 
     def expect(self) -> None:
         """Other ranks' parameters may be written from now on."""
@@ -159,6 +166,8 @@ class BroadcastGather:
         """Likewise."""
 
     def finish(self) -> None:
+        if self._channel.world_size == 1:
+            return
         for source, messages in enumerate(self._messages):
             for message in messages:
                 own = source == self._channel.rank
@@ -175,13 +184,17 @@ class DirectGather:
     Gloo's broadcasts take 1.5 times as long at two ranks and 2.4 times at four for the same bytes, and start only when
     the slowest rank has stepped. Here a rank that holds less sends while the others still compute.
 
-    A large message is cut into one part for each of the other ranks, who pass their part on to the rest. So the holder
-    sends it once, not once per rank, and no rank sends more than all parameters once, however uneven their shares.
+    Whole parameters make uneven shares. Where a rank would send more than all parameters once, its large messages are
+    cut into one part for each other rank, who pass their part on to the rest: so it sends them once, not to each. Only
+    there, because a part waits until the rank that passes it on has stepped its own share.
     """
 
     def __init__(self, channel: Channel, messages: Sequence[Sequence[Message]]) -> None:
         self._channel = channel
         self._messages = messages
+        load = [sum(message.nbytes for message in row) for row in messages]
+        self._lightest_first = sorted(range(len(load)), key=lambda rank: load[rank])
+        self._relayed = [share * (len(load) - 1) > sum(load) for share in load]
         self._arriving: list[tuple[Message, torch.Tensor]] = []
         self._carried: list[tuple[int, torch.Tensor, Any]] = []  # parts that this rank passes on: whose, what, when
         self._work: list[Any] = []
@@ -193,14 +206,13 @@ class DirectGather:
                 "build the optimizer again and load a checkpoint"
             )
         # Those that hold least are done first, and what they send is passed on first.
-        load = [sum(message.nbytes for message in messages) for messages in self._messages]
-        for owner in sorted(self._others(self._channel.rank), key=lambda rank: load[rank]):
+        for owner in (rank for rank in self._lightest_first if rank != self._channel.rank):
             for message in self._messages[owner]:
                 values = message.landing()
                 self._arriving.append((message, values))
                 for carrier, part in self._parts(owner, as_bytes(values)):
                     source = owner if carrier in (None, self._channel.rank) else carrier
-                    work = dist.irecv(part, group=self._channel.group, group_src=source, tag=_TAG + owner)
+                    work = dist.irecv(part, group=self._channel.group, group_src=source, tag=_GATHER_TAG + owner)
                     if carrier == self._channel.rank:
                         self._carried.append((owner, part, work))
                     else:
@@ -225,14 +237,14 @@ class DirectGather:
         self._arriving, self._carried, self._work = [], [], []
 
     def _isend(self, part: torch.Tensor, to: int, owner: int) -> None:
-        self._work.append(dist.isend(part, group=self._channel.group, group_dst=to, tag=_TAG + owner))
+        self._work.append(dist.isend(part, group=self._channel.group, group_dst=to, tag=_GATHER_TAG + owner))
 
     def _parts(self, owner: int, values: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
         """(the rank that passes it on, part); None where the holder sends to everyone itself. Same on every rank."""
         carriers = self._others(owner)
         if len(values) == 0:
             return []
-        if len(carriers) < 2 or len(values) < RELAY_NBYTES:
+        if not self._relayed[owner] or len(values) < RELAY_NBYTES:
             return [(None, values)]
         return list(zip(carriers, torch.tensor_split(values, len(carriers)), strict=True))
 
