@@ -1,4 +1,4 @@
-"""The two things that are compared: DDP with torch's ZeroRedundancyOptimizer, and DDP with shardstep's."""
+"""What is compared: a model under DDP, with torch's ZeroRedundancyOptimizer, shardstep's, or another optimizer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ COMPARED: dict[str, ZeroClass] = {"torch": TorchZero, "shardstep": ShardstepZero
 CONTROL: dict[str, ZeroClass] = {"torch": TorchZero, "torch again": TorchZero}
 SEED = 20
 BATCH = 2
+LEARNING_RATE = 3e-4
 TARGET_RANK = 0  # of the consolidation
 
 # About 30 M parameters, 64 % of them in one tied embedding: the hard case for whole-parameter sharding.
@@ -40,21 +41,17 @@ class Setting:
         return f"{base}, 1/6 frozen" if self.frozen else base
 
 
-class Contender:
-    """A model, its optimizer, and an endless, reproducible stream of batches: the same for every contender."""
+class Trainee:
+    """A model under DDP and an endless, reproducible stream of batches: the same for everything that is compared."""
 
-    def __init__(self, name: str, zero_class: ZeroClass, config: GPTConfig, setting: Setting) -> None:
+    optimizer: torch.optim.Optimizer  # made by a subclass, which knows what it compares
+
+    def __init__(self, name: str, config: GPTConfig, *, frozen: bool = False) -> None:
         torch.manual_seed(SEED)
         model = GPT(config)
         self.name = name
-        self.frozen_share = freeze_a_sixth(model) if setting.frozen else 0.0
+        self.frozen_share = freeze_a_sixth(model) if frozen else 0.0
         self.model = DistributedDataParallel(model)
-        self.optimizer = zero_class(
-            self.model.parameters(),
-            torch.optim.AdamW,
-            parameters_as_bucket_view=setting.bucket_view,
-            lr=3e-4,
-        )
         self._batches = _batches(config)
         self._next = next(self._batches)
 
@@ -66,9 +63,6 @@ class Contender:
     def step(self) -> None:
         self.optimizer.step()
 
-    def consolidate(self) -> None:
-        self.optimizer.consolidate_state_dict(to=TARGET_RANK)
-
     def train(self, steps: int) -> None:
         for _ in range(steps):
             self.forward_backward()
@@ -77,6 +71,24 @@ class Contender:
 
     def params(self) -> list[Tensor]:
         return [param.detach() for param in self.model.parameters()]
+
+
+class Contender(Trainee):
+    """DDP with one of the two ZeroRedundancyOptimizers."""
+
+    optimizer: TorchZero | ShardstepZero
+
+    def __init__(self, name: str, zero_class: ZeroClass, config: GPTConfig, setting: Setting) -> None:
+        super().__init__(name, config, frozen=setting.frozen)
+        self.optimizer = zero_class(
+            self.model.parameters(),
+            torch.optim.AdamW,
+            parameters_as_bucket_view=setting.bucket_view,
+            lr=LEARNING_RATE,
+        )
+
+    def consolidate(self) -> None:
+        self.optimizer.consolidate_state_dict(to=TARGET_RANK)
 
 
 def _batches(config: GPTConfig) -> Iterator[tuple[Tensor, Tensor]]:
@@ -100,7 +112,7 @@ def freeze_a_sixth(model: nn.Module) -> float:
     return frozen / total
 
 
-def first_different_param(one: Contender, other: Contender) -> str | None:
+def first_different_param(one: Trainee, other: Trainee) -> str | None:
     """The first parameter that is not bitwise equal; None if all are."""
     names = [name for name, _ in one.model.named_parameters()]
     for name, mine, theirs in zip(names, one.params(), other.params(), strict=True):

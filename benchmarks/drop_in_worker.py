@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from contenders import (
@@ -20,12 +20,15 @@ from contenders import (
     TOY,
     Contender,
     Setting,
+    Trainee,
     first_different_entry,
     first_different_param,
 )
 from meters import count_calls, observe, slowest_rank_seconds
 
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; AdamW allocates its state in it
+
+AnyTrainee = TypeVar("AnyTrainee", bound=Trainee)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -52,8 +55,8 @@ def from_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def in_turn(contenders: list[Contender], turn: int) -> list[Contender]:
-    """The order of this round: whoever was first last time is last now, so that neither always runs on a warm cache."""
+def in_turn(contenders: list[AnyTrainee], turn: int) -> list[AnyTrainee]:
+    """The order of this round: whoever was first last time is last now, so that none always runs on a warm cache."""
     shift = turn % len(contenders)
     return contenders[shift:] + contenders[:shift]
 

@@ -135,7 +135,6 @@ CASES: list[tuple[Callable[[], Any], Any, dict[str, Any], str, str]] = [
     (fine, SGD, {"lr": float("-inf")}, "ValueError", "Invalid learning rate"),
     (fine, SGD, {"lr": 0.1, "momentun": 0.9}, "TypeError", "momentun"),
     (fine, AdamW, {"lr": 0.1, "betas": (float("nan"), 0.9)}, "ValueError", "Invalid beta parameter"),
-    (fine, SGD, {"lr": 0.1, "overlap_with_ddp": True}, "NotImplementedError", "is not available yet"),
 ]  # fmt: skip
 
 

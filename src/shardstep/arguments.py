@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from shardstep.planning import read_specs
+from shardstep.planning import ParamSpec, read_specs
 
 
 def read_params(params: Any) -> list[dict[str, Any]]:
@@ -17,10 +18,13 @@ def read_params(params: Any) -> list[dict[str, Any]]:
     """
     if isinstance(params, torch.Tensor):
         raise TypeError(f"params must be an iterable of tensors or dicts, got a single {torch.typename(params)}")
+    if isinstance(params, set):
+        raise TypeError("params must be in an order that is the same on every rank; a set has none")
     try:
-        entries = list(params)
+        iterator = iter(params)
     except TypeError:
         raise TypeError(f"params must be an iterable of tensors or dicts, got {torch.typename(params)}") from None
+    entries = list(iterator)
     if not entries:
         raise ValueError("params is empty: there is nothing to optimize")
     if all(isinstance(entry, dict) for entry in entries):
@@ -77,10 +81,23 @@ def check_parameters(
                 "a tied weight is one parameter and is given once"
             )
         first_place[id(param)] = spec.name
+    _check_memory(named)
     dtypes = {spec.dtype: spec.name for spec, _ in reversed(named)}
     if len(dtypes) > 1 and not allow_mixed_dtypes:
         found = ", ".join(f"{dtype} ({name})" for dtype, name in sorted(dtypes.items()))
         raise ValueError(f"parameters are of several dtypes: {found}; pass allow_mixed_dtypes=True to shard them all")
+
+
+def _check_memory(named: Sequence[tuple[ParamSpec, torch.Tensor]]) -> None:
+    """Raise if two parameters share memory: two ranks would step the same elements, each its own way."""
+    ranges = sorted(
+        (str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, spec.name)
+        for spec, param in named
+        if param.nbytes and param.is_contiguous() and param.device.type != "meta"
+    )
+    for (device, _, stop, name), (other_device, start, _, other) in pairwise(ranges):
+        if device == other_device and start < stop:
+            raise ValueError(f"{name} and {other} share memory; a tied weight is one parameter and is given once")
 
 
 def _tensors(param_groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -12,17 +12,25 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.arguments import check_parameters, read_group, read_params
+from shardstep.overlap import OverlappedStep, _DDPBucketAssignment, _OverlapInfo, _OverlapStatus, agree_on_buckets
 from shardstep.planning import Layout, Plan, make_plan, read_specs
 from shardstep.runtime.agreement import Claim, DeferredStepAgreement, Facts, StepAgreement, agree
 from shardstep.runtime.buffers import move_out, storage_order
-from shardstep.runtime.collectives import open_channel
+from shardstep.runtime.collectives import gather_records, open_channel
 from shardstep.runtime.exchange import Exchange
-from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options, dealt_to, local_groups
+from shardstep.runtime.local_optimizer import (
+    WatchedClosure,
+    build,
+    check_optimizer_class,
+    copy_options,
+    dealt_to,
+    local_groups,
+)
 from shardstep.runtime.objects import _broadcast_object as _broadcast_object
 from shardstep.runtime.objects import _recursive_copy_to_device as _recursive_copy_to_device
-from shardstep.runtime.uneven_inputs import hand_over_gradients
-from shardstep.state.consolidation import consolidate
+from shardstep.state.consolidation import consolidate, move_state
 from shardstep.state.state_dict import check_options, check_state_dict, describe, local_part, pack_groups
+from shardstep.state.uneven_inputs import hand_over
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -54,7 +62,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         process_group: the ranks that share; default: all.
         parameters_as_bucket_view: keep parameters in one flat buffer per device and rank, so that nothing is copied
             before it is sent. `param.data` moves.
-        overlap_with_ddp: not available yet.
+        overlap_with_ddp: step inside the backward pass, by one of the hooks of `shardstep.ddp_zero_hook`.
+        train_from_first_step: with `overlap_with_ddp`, update in the first backward passes too. By default, as in
+            torch, the first two (three with a static graph) update nothing: DDP has not fixed its buckets yet.
         allow_mixed_dtypes: shard parameters of several dtypes, each in buffers of its own.
         **defaults: options of `optimizer_class`, e.g. `lr`.
 
@@ -76,15 +86,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         overlap_with_ddp: bool = False,
         *,
         allow_mixed_dtypes: bool = False,
+        train_from_first_step: bool = False,
         **defaults: Any,
     ) -> None:
-        if overlap_with_ddp:
-            raise NotImplementedError(
-                "overlap_with_ddp=True is not available yet; leave it out and call step() after backward()"
-            )
+        if overlap_with_ddp and parameters_as_bucket_view:
+            logger.warning("with overlap_with_ddp=True parameters live in DDP's buckets; bucket views are not made")
         self.initialized = False
-        self.parameters_as_bucket_view = parameters_as_bucket_view
-        self._overlap_with_ddp = False
+        self.parameters_as_bucket_view = parameters_as_bucket_view and not overlap_with_ddp
+        self._overlap_with_ddp = overlap_with_ddp
+        self._train_from_first_step = train_from_first_step
+        self._overlapped: OverlappedStep | None = None
         self._allow_mixed_dtypes = allow_mixed_dtypes
         self._optimizer_class = optimizer_class
         self._given = defaults
@@ -107,6 +118,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             except Exception as error:
                 failure = error
         agree(self._channel, Claim("ZeroRedundancyOptimizer(...)", failure, facts))
+        self._overlap_info = _OverlapInfo(self.world_size)
         self._place(self._plan)
         self._agreement = (
             StepAgreement(self._channel)
@@ -122,8 +134,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
         self._plan = self._plan_for(_travelling(self._all_params))
-        own = local_groups(self.param_groups, self._plan, self.rank)
-        self.optim = build(self._optimizer_class, own, defaults, self._names(self._plan))
+        self.optim = self._make_local(local_groups(self.param_groups, self._plan.params, self._held_by(self.rank)))
         # A scheduler asks for options that only the local optimizer knows, such as momentum.
         self.defaults = dict(self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
@@ -136,6 +147,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _plan_for(self, travels: Sequence[bool]) -> Plan:
         return make_plan(read_specs(self.param_groups, travels), Layout.WHOLE, world_size=self.world_size)
 
+    def _held_by(self, rank: int) -> list[int]:
+        """The parameters that a rank holds, by index, in the order in which its optimizer has them."""
+        if self._overlapped is None:
+            return dealt_to(self._plan, rank)
+        return sorted(self._overlapped.held[rank], key=lambda index: self._plan.params[index].group)
+
     def _place(self, plan: Plan) -> None:
         """Adopt `plan`: messages for what it sends, and memory of their own for parameters it no longer sends."""
         params = self._all_params
@@ -146,17 +163,22 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._buckets = self._exchange.buffers
         move_out((params[piece.param] for piece in plan.parked), old_buffers)
 
-    def _names(self, plan: Plan) -> dict[torch.Tensor, str]:
-        return {param: spec.name for param, spec in zip(self._all_params, plan.params, strict=True)}
+    def _make_local(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """An optimizer of the caller's class and options; if it refuses a parameter, the error names it."""
+        specs = read_specs(self.param_groups)
+        names = {param: spec.name for param, spec in zip(self._all_params, specs, strict=True)}
+        return build(self._optimizer_class, groups, self._given, names)
 
     def _settings(self, plan: Plan) -> Iterator[str]:
         """What must be the same on every rank: how the optimizer was built, and every parameter."""
-        yield f"optimizer_class {self._optimizer_class.__module__}.{self._optimizer_class.__qualname__}"
+        kind = type(self.optim)
+        yield f"optimizer_class {kind.__module__}.{kind.__qualname__}"
         yield f"parameters_as_bucket_view {self.parameters_as_bucket_view}"
         for spec, param in zip(plan.params, self._all_params, strict=True):
             # Flat buffers are sent in memory order, so channels_last on one rank alone would scramble values.
             order = f", dims in memory order {storage_order(param)}" if self.parameters_as_bucket_view else ""
             yield f"{spec}{order}"
+        yield f"parameters in each group {[len(group['params']) for group in self.param_groups]}"
 
     # -- what programs read -------------------------------------------------------------------------------------------
 
@@ -214,7 +236,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def _partition_parameters(self) -> list[list[dict[str, Any]]]:
         """The param groups of every rank, as the local optimizers hold them."""
-        return [local_groups(self.param_groups, self._plan, rank) for rank in range(self.world_size)]
+        ranks = range(self.world_size)
+        return [local_groups(self.param_groups, self._plan.params, self._held_by(rank)) for rank in ranks]
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -225,16 +248,20 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:
         """Step this rank's share, then bring all parameters up to date on every rank. Called on all ranks.
 
-        Returns what the local optimizer returned. `kwargs` go to its step.
+        Returns what the local optimizer returned. `kwargs` go to its step. With `overlap_with_ddp` it does nothing:
+        the backward pass has stepped already.
         """
+        if self._overlap_with_ddp:
+            logger.warning("step() does nothing with overlap_with_ddp=True: the backward pass has stepped already")
+            return None
         Join.notify_join_context(self)
         return self._step(closure, kwargs, joined=False)
 
     def _step(self, closure: Any, kwargs: dict[str, Any], *, joined: bool) -> float | None:
         self._agreement.begin()
         if self._join_config.enable and self.world_size > 1:
-            hand_over_gradients(self._channel, self._plan, self._all_params, joined)
-        watched = _WatchedClosure(closure) if callable(closure) else None
+            hand_over(self._channel, self._plan, self._all_params, self.param_groups, joined)
+        watched = WatchedClosure(closure) if callable(closure) else None
         loss, failure = None, None
         try:
             self._exchange.prepare()
@@ -280,7 +307,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     ) -> float | None:
         """Step this rank's share only; parameters of other ranks stay as they are."""
         if gradients is not None:
-            raise RuntimeError("_local_step takes gradients only with overlap_with_ddp=True")
+            if self._overlapped is None:
+                raise RuntimeError(
+                    "_local_step takes gradients only with overlap_with_ddp=True, once DDP has its buckets"
+                )
+            self._overlapped.step_given(gradients, self.param_groups)
+            return None
         copy_options(self.param_groups, self.optim.param_groups)
         if closure is not None:
             kwargs["closure"] = closure
@@ -295,6 +327,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized:  # torch.optim.Optimizer's constructor; the groups were checked before
             super().add_param_group(param_group)
             return
+        if self._overlap_with_ddp:
+            raise RuntimeError(
+                "with overlap_with_ddp=True parameters live in DDP's buckets, which are fixed; give all param groups "
+                "to the constructor, or build DDP and the optimizer again"
+            )
         outer, local = len(self.param_groups), len(self.optim.param_groups)
         failure, facts, plan = None, Facts(), self._plan
         try:
@@ -302,11 +339,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._check([*self.param_groups, group])
             super().add_param_group(group)
             plan = self._plan_for(self._travels + _travelling(group["params"]))
-            own = local_groups(self.param_groups, plan, self.rank)[-1]
+            own = local_groups(self.param_groups, plan.params, dealt_to(plan, self.rank))[-1]
             # A trial, because some classes (Muon) look at their parameters in the constructor only.
-            build(self._optimizer_class, [own], self._given, self._names(plan))
+            self._make_local([own])
             self.optim.add_param_group(own)
-            copy_options(self.optim.param_groups, self.param_groups)
+            # The new group only: what a scheduler set in the others has not reached the local optimizer yet.
+            copy_options(self.optim.param_groups[-1:], self.param_groups[-1:])
             facts = Facts(self._settings(plan))
         except Exception as error:
             failure = error
@@ -322,13 +360,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring all ranks' state to rank `to` of the group, where `state_dict()` then returns it. On all ranks."""
+        self._check_overlap_initialized()
         copy_options(self.param_groups, self.optim.param_groups)
         self._snapshot = consolidate(self._channel, self._indexed_state, to)
         self._snapshot_lost = f"was consolidated to rank {to}"
 
     def _indexed_state(self) -> dict[Any, Any]:
         """This rank's state under the indices of the unsharded optimizer."""
-        mine = dealt_to(self._plan, self.rank)
+        mine = self._held_by(self.rank)
+        held = {param for group in self.optim.param_groups for param in group["params"]}
+        for key in [key for key in self.optim.state if isinstance(key, torch.Tensor) and key not in held]:
+            del self.optim.state[key]  # made by reading `zero.state[param]` of another rank's parameter
         state = self.optim.state_dict()["state"]
         return {mine[key] if isinstance(key, int) else key: entry for key, entry in state.items()}
 
@@ -339,6 +381,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def state_dict(self) -> dict[str, Any]:
         """The unsharded optimizer's state_dict, tensors on the CPU; on the rank it was consolidated to."""
+        self._check_overlap_initialized()
         if self._snapshot is None:
             raise RuntimeError(
                 f"rank {self.rank} does not have the optimizer's state: it {self._snapshot_lost}. "
@@ -362,6 +405,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Called on all ranks with the same dict; each keeps its part. The dict is not written to. If it does not fit, all
         ranks raise and the optimizer is as before.
         """
+        self._check_overlap_initialized()
         before = (self.optim.state, self.optim.param_groups)
         failure, facts = None, Facts()
         try:
@@ -369,8 +413,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 state_dict = dict(state_dict)
                 state_dict = hook(self, state_dict) or state_dict
             specs = self._plan.params
-            keys = check_state_dict(state_dict, specs, self._optimizer_class)
-            mine = dealt_to(self._plan, self.rank)
+            sizes = [len(group["params"]) for group in self.param_groups]
+            keys = check_state_dict(state_dict, specs, sizes, type(self.optim))
+            mine = self._held_by(self.rank)
             self.optim.load_state_dict(local_part(state_dict, keys, mine, specs))
             check_options(self.optim, before[1])
             facts = Facts(describe(state_dict))
@@ -387,9 +432,79 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 {"param_names": list(given)} if (given := saved.get("param_names", outer.get("param_names"))) else {}
             )
             self.param_groups[index] = {**local, **names, "params": outer["params"]}
+        if self._overlapped is not None:
+            self._overlapped.reload()
         self._lose_snapshot("was consolidated before load_state_dict")
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    # -- inside DDP's backward pass ------------------------------------------------------------------------------------
+
+    @property
+    def _bucket_assignments_per_rank(self) -> list[dict[int, _DDPBucketAssignment]]:
+        """Who steps which part of DDP's buckets."""
+        if self._overlapped is None:
+            raise RuntimeError("DDP's buckets are not known yet; they are after the first backward passes")
+        return self._overlapped.assignments_per_rank
+
+    def _get_assigned_rank(self, bucket_index: int) -> int:
+        """The rank that steps a whole bucket."""
+        if self._overlap_info.shard_buckets:
+            raise RuntimeError("with shard_buckets=True a bucket may be stepped by several ranks")
+        return bucket_index % self.world_size
+
+    def _check_overlap_initialized(self) -> None:
+        if self._overlap_with_ddp and self._overlapped is None and not self._train_from_first_step:
+            raise RuntimeError(
+                "with overlap_with_ddp=True there is no state before DDP has fixed its buckets, in the third backward "
+                "pass (the fourth with a static graph); pass train_from_first_step=True to have it from the start"
+            )
+
+    def _init_zero_for_overlap(self) -> None:
+        """DDP's buckets are final: share out the parameters by them. Called by a hook on all ranks."""
+        if not self._overlap_with_ddp:
+            raise RuntimeError("the optimizer was built without overlap_with_ddp=True")
+        info, specs, params = self._overlap_info, self._plan.params, self._all_params
+        layout = agree_on_buckets(self._channel, info, self._plan, params)
+        moved = move_state(self._channel, self._indexed_state(), self._plan.holders(), layout.holders)
+        self._plan = make_plan(specs, Layout.WHOLE, world_size=self.world_size, holders=layout.holders)
+        self._plan_facts = _facts_of(self._plan)
+
+        mine = sorted(layout.held[self.rank], key=lambda index: specs[index].group)
+        self.optim = self._make_local(local_groups(self.param_groups, specs, mine))
+        state = {place: moved[index] for place, index in enumerate(mine) if index in moved}
+        self.optim.load_state_dict({"state": state, "param_groups": self.optim.state_dict()["param_groups"]})
+        self._overlapped = OverlappedStep(self._channel, info, layout, self.optim, self._make_local)
+        self._overlapped.reload()
+        if any(param.is_cuda for param in params):
+            # torch's interleaved hook steps on a stream of its own, which waits for the reduction but not for the
+            # copies into the buffers that were just enqueued here. This happens once.
+            torch.cuda.synchronize()
+        info.status = _OverlapStatus.INITIALIZED
+
+    def _begin_overlapped(self, reduced: Container[torch.Tensor]) -> Exception | None:
+        """A backward pass begins. Returns what is wrong; all ranks raise it at the end: they wait for each other."""
+        self._agreement.begin()
+        self._lose_snapshot(f"was consolidated at step {self._steps}, and a backward pass was taken since")
+        for spec, param in zip(self._plan.params, self._all_params, strict=True):
+            if param.requires_grad and param not in reduced:
+                return RuntimeError(
+                    f"{spec.name} was frozen when DDP was built, so DDP does not reduce its gradient; "
+                    "unfreeze it before, or build DDP and the optimizer again"
+                )
+        return None
+
+    def _finish_overlapped(self, claim: Claim) -> None:
+        """A backward pass ends: everything has been sent."""
+        assert self._overlapped is not None
+        self._agreement.confirm(claim, changed=False)
+        self._overlapped.finish()
+        self._agreement.finish()
+        self._steps += 1
+
+    def _gather_flags(self, flags: bytes) -> list[bytes]:
+        """The flags of every rank."""
+        return gather_records(self._channel, flags).read() if self.world_size > 1 else [flags]
 
     # -- uneven inputs ------------------------------------------------------------------------------------------------
 
@@ -416,22 +531,8 @@ class _ZeROJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one step of the others, with the gradients that they have."""
-        self.zero._step(None, {}, joined=True)
-
-
-class _WatchedClosure:
-    """Remembers whether an error came from the closure or from the optimizer round it."""
-
-    def __init__(self, closure: Callable[[], float]) -> None:
-        self._closure = closure
-        self.raised = False
-
-    def __call__(self) -> float:
-        try:
-            return self._closure()
-        except BaseException:
-            self.raised = True
-            raise
+        if not self.zero._overlap_with_ddp:  # DDP's own hook runs the communication hook, which steps
+            self.zero._step(None, {}, joined=True)
 
 
 def _is_trainable(param: torch.Tensor) -> bool:

@@ -60,6 +60,13 @@ class Plan:
             totals[piece.rank] += piece.numel
         return totals
 
+    def holders(self) -> list[int]:
+        """The rank that holds each parameter; for plans of whole parameters."""
+        ranks = [0] * len(self.params)
+        for piece in self.pieces:
+            ranks[piece.param] = piece.rank
+        return ranks
+
     def to_json(self) -> str:
         """A text from which `from_json` makes an equal plan; the same on every rank and in every process."""
         return json.dumps(
@@ -110,9 +117,11 @@ def make_plan(
     world_size: int,
     bucket_numel: int | None = None,
     alignment: int = 1,
+    holders: Sequence[int] | None = None,
 ) -> Plan:
     """Share out `specs` over `world_size` ranks.
 
+    `holders[i]` is the rank that holds parameter i, where that was decided elsewhere (by DDP's buckets); WHOLE only.
     `bucket_numel` bounds what travels together (None: one bucket per dtype and device); a WHOLE parameter larger than
     that travels alone. `alignment` is the number of elements between two places where FLAT may cut.
     """
@@ -123,8 +132,11 @@ def make_plan(
     classes: dict[tuple[str, str, bool], list[int]] = {}
     for index, spec in enumerate(specs):
         classes.setdefault((spec.device, spec.dtype, spec.trainable), []).append(index)
-    make_buckets = _whole_buckets if layout is Layout.WHOLE else _flat_buckets
-    travelling, parked = make_buckets(specs, classes, world_size, bucket_numel, alignment)
+    if layout is Layout.WHOLE:
+        dealt = deal_whole(specs, world_size) if holders is None else list(enumerate(holders))
+        travelling, parked = _whole_buckets(specs, classes, world_size, bucket_numel, dealt)
+    else:
+        travelling, parked = _flat_buckets(specs, classes, world_size, bucket_numel, alignment)
     plan = Plan(tuple(specs), tuple(travelling), tuple(parked), world_size)
     _raise_if_any(find_problems(plan))
     return plan
@@ -134,10 +146,12 @@ _Classes = dict[tuple[str, str, bool], list[int]]
 
 
 def _whole_buckets(
-    specs: Sequence[ParamSpec], classes: _Classes, world_size: int, bucket_numel: int | None, alignment: int
+    specs: Sequence[ParamSpec],
+    classes: _Classes,
+    world_size: int,
+    bucket_numel: int | None,
+    dealt: Sequence[tuple[int, int]],
 ) -> tuple[list[Bucket], list[Piece]]:
-    del alignment  # whole parameters are never cut
-    dealt = deal_whole(specs, world_size)
     turn = {param: position for position, (param, _) in enumerate(dealt)}
     holder = dict(dealt)
     buckets: list[Bucket] = []

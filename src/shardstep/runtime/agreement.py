@@ -89,7 +89,7 @@ def agree(channel: Channel, claim: Claim) -> None:
 
 def _raise_failures(channel: Channel, claim: Claim) -> NoReturn:
     """Some ranks failed: everyone raises what the first of them raised."""
-    own = "" if claim.failure is None else json.dumps([type(claim.failure).__name__, _brief(str(claim.failure))])
+    own = "" if claim.failure is None else _error_text(claim.failure)
     texts = _gather_texts(channel, own)
     if claim.failure is not None and all(text == own for text in texts):
         raise claim.failure  # the same mistake on every rank: nothing to add
@@ -114,14 +114,17 @@ def _raise_difference(channel: Channel, claim: Claim, records: Sequence[_Record]
 
 
 def _gather_texts(channel: Channel, text: str) -> list[str]:
-    packed = text.encode()[: 2 * _TEXT_NBYTES].ljust(2 * _TEXT_NBYTES, b"\0")
+    packed = text.encode()[: 3 * _TEXT_NBYTES].ljust(3 * _TEXT_NBYTES, b"\0")
     return [raw.rstrip(b"\0").decode(errors="ignore") for raw in gather_records(channel, packed).read()]
 
 
+def _error_text(error: Exception) -> str:
+    return json.dumps([type(error).__name__, _brief(str(error))], ensure_ascii=False)
+
+
 def _brief(text: str) -> str:
-    # JSON may escape a character as six bytes; a third of the room is safe for any text that has some ASCII in it.
-    limit = _TEXT_NBYTES // 3
-    return text if len(text) <= limit else text[:limit] + "..."
+    packed = text.encode(errors="replace")
+    return text if len(packed) <= _TEXT_NBYTES else packed[:_TEXT_NBYTES].decode(errors="ignore") + "..."
 
 
 class StepAgreement:

@@ -17,6 +17,8 @@ DEVICE_ALIGNMENT_NBYTES = 64
 class FlatMessage:
     """Parameters that live as views of one flat buffer: it is sent and received as it is."""
 
+    needs_memory = False
+
     def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         unit = 1 if device.type == "cpu" else max(DEVICE_ALIGNMENT_NBYTES // dtype.itemsize, 1)
         starts = [0, *accumulate(-(-param.numel() // unit) * unit for param in params)]
@@ -57,28 +59,42 @@ class ScatteredMessage:
     that memory is sent and received as it is. Where they lie is looked up every time: a program may move them.
     """
 
+    needs_memory = True
+
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params
         self._numel = sum(param.numel() for param in params)
         self.nbytes = sum(param.nbytes for param in params)
 
     def prepare(self) -> None:
-        """The parameters may lie anywhere."""
+        """The parameters may lie anywhere, but must be as large as they were."""
+        if self._resized():
+            shapes = [tuple(param.shape) for param in self._params]
+            raise RuntimeError(f"parameters changed their size; now they are {shapes}: build the optimizer again")
 
     def outgoing(self) -> torch.Tensor:
+        if self._resized():
+            return self._memory().zero_()  # `prepare` has raised, and so will every rank; this keeps them from waiting
         run = self._run()
         return torch.cat([param.detach().reshape(-1) for param in self._params]) if run is None else run
 
     def landing(self) -> torch.Tensor:
-        run, first = self._run(), self._params[0]
-        return torch.empty(self._numel, dtype=first.dtype, device=first.device) if run is None else run
+        run = None if self._resized() else self._run()
+        return self._memory() if run is None else run
 
     def landed(self, values: torch.Tensor) -> None:
-        if values.data_ptr() == self._params[0].data_ptr():
+        if self._resized() or values.data_ptr() == self._params[0].data_ptr():
             return
         parts = torch.split(values, [param.numel() for param in self._params])
         for param, part in zip(self._params, parts, strict=True):
             param.detach().copy_(part.view(param.shape))
+
+    def _resized(self) -> bool:
+        return sum(param.numel() for param in self._params) != self._numel
+
+    def _memory(self) -> torch.Tensor:
+        first = self._params[0]
+        return torch.empty(self._numel, dtype=first.dtype, device=first.device)
 
     def _run(self) -> torch.Tensor | None:
         """The parameters as one tensor over their own memory; None if they do not lie one behind the other."""

@@ -27,7 +27,7 @@ RELAY_NBYTES = 8 * 1024 * 1024
 
 # Point-to-point messages match by peer and tag. A tag of our own keeps them apart from a program's own sends.
 _TAG = 20_591
-_GATHER_TAG = _TAG + 1  # and as many more as there are ranks
+_tags_taken: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ class Message(Protocol):
     """Parameters of one rank that travel together."""
 
     nbytes: int
+    needs_memory: bool  # whether `landing` takes memory that the parameters do not have already
 
     def prepare(self) -> None:
         """Called on every rank before every step; may raise, the other methods do not."""
@@ -143,8 +144,7 @@ class Gather(Protocol):
 
 def make_gather(channel: Channel, device: torch.device, messages: Sequence[Sequence[Message]]) -> Gather:
     """A gather of parameters on `device`; `messages[r]` are those of rank r."""
-    kind = DirectGather if takes_many_messages(channel, device) else BroadcastGather
-    return kind(channel, messages)
+    return (DirectGather if takes_many_messages(channel, device) else BroadcastGather)(channel, messages)
 
 
 def takes_many_messages(channel: Channel, device: torch.device) -> bool:
@@ -153,29 +153,49 @@ def takes_many_messages(channel: Channel, device: torch.device) -> bool:
 
 
 class BroadcastGather:
-    """One broadcast per message. On a GPU nothing here waits: it is all enqueued on the current stream."""
+    """One broadcast per message. On a GPU nothing here waits: it is all enqueued on the current stream.
+
+    Messages that need memory go one after the other, so that they need it for one of them only.
+    """
 
     def __init__(self, channel: Channel, messages: Sequence[Sequence[Message]]) -> None:
         self._channel = channel
-        self._messages = messages
+        sendable = [(source, message) for source, row in enumerate(messages) for message in row if message.nbytes]
+        self._sendable = sendable if channel.world_size > 1 else []
+        self._work: list[Any] = []
 
     def expect(self) -> None:
-        """A broadcast is one call on all ranks, at the end."""
+        """A broadcast is one call on all ranks."""
 
     def send(self) -> None:
-        """Likewise."""
+        for source, message in self._sendable:
+            if not message.needs_memory:
+                values = as_bytes(message.outgoing())
+                self._work.append(dist.broadcast(values, group=self._channel.group, group_src=source, async_op=True))
 
     def finish(self) -> None:
-        if self._channel.world_size == 1:
-            return
-        for source, messages in enumerate(self._messages):
-            for message in messages:
+        for work in self._work:
+            work.wait()
+        self._work = []
+        for source, message in self._sendable:
+            if message.needs_memory:
                 own = source == self._channel.rank
                 values = message.outgoing() if own else message.landing()
-                if values.numel():
-                    dist.broadcast(as_bytes(values), group=self._channel.group, group_src=source)
-                    if not own:
-                        message.landed(values)
+                dist.broadcast(as_bytes(values), group=self._channel.group, group_src=source)
+                if not own:
+                    message.landed(values)
+
+
+def _take_tags(channel: Channel) -> int:
+    """The first of as many tags as there are ranks, which no other gather of this group uses.
+
+    So a receive that an interrupted step left behind never takes the message of an optimizer that was built after it.
+    The ranks of a group make their gathers in the same order, so they count alike.
+    """
+    name = channel.group.group_name
+    taken = _tags_taken.get(name, 0)
+    _tags_taken[name] = taken + channel.world_size
+    return _TAG + 1 + taken
 
 
 class DirectGather:
@@ -195,6 +215,7 @@ class DirectGather:
         load = [sum(message.nbytes for message in row) for row in messages]
         self._lightest_first = sorted(range(len(load)), key=lambda rank: load[rank])
         self._relayed = [share * (len(load) - 1) > sum(load) for share in load]
+        self._tag = _take_tags(channel)
         self._arriving: list[tuple[Message, torch.Tensor]] = []
         self._carried: list[tuple[int, torch.Tensor, Any]] = []  # parts that this rank passes on: whose, what, when
         self._work: list[Any] = []
@@ -212,7 +233,7 @@ class DirectGather:
                 self._arriving.append((message, values))
                 for carrier, part in self._parts(owner, as_bytes(values)):
                     source = owner if carrier in (None, self._channel.rank) else carrier
-                    work = dist.irecv(part, group=self._channel.group, group_src=source, tag=_GATHER_TAG + owner)
+                    work = dist.irecv(part, group=self._channel.group, group_src=source, tag=self._tag + owner)
                     if carrier == self._channel.rank:
                         self._carried.append((owner, part, work))
                     else:
@@ -237,7 +258,7 @@ class DirectGather:
         self._arriving, self._carried, self._work = [], [], []
 
     def _isend(self, part: torch.Tensor, to: int, owner: int) -> None:
-        self._work.append(dist.isend(part, group=self._channel.group, group_dst=to, tag=_GATHER_TAG + owner))
+        self._work.append(dist.isend(part, group=self._channel.group, group_dst=to, tag=self._tag + owner))
 
     def _parts(self, owner: int, values: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
         """(the rank that passes it on, part); None where the holder sends to everyone itself. Same on every rank."""

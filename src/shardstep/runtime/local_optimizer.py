@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
 
-from shardstep.planning import Plan
+from shardstep.planning import ParamSpec, Plan
 
 # Optimizers whose update of one parameter depends on the others, so that stepping them in shares changes the result.
 _COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
@@ -18,6 +19,8 @@ _COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
 
 def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
     """Raise if `optimizer_class` is not a class of optimizers, or not one whose work can be shared out."""
+    while isinstance(optimizer_class, partial):  # torch takes those too
+        optimizer_class = optimizer_class.func
     if isinstance(optimizer_class, Optimizer):
         raise TypeError(
             f"optimizer_class must be a class, got an instance of {type(optimizer_class).__name__}; "
@@ -33,16 +36,18 @@ def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
             )
 
 
-def local_groups(param_groups: Sequence[Mapping[str, Any]], plan: Plan, rank: int) -> list[dict[str, Any]]:
-    """`param_groups` with this rank's parameters only, in the order in which they were dealt. A group may be empty."""
+def local_groups(
+    param_groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], mine: Sequence[int]
+) -> list[dict[str, Any]]:
+    """`param_groups` with the parameters `mine` only, in that order. A group may be empty."""
     params = [param for group in param_groups for param in group["params"]]
     names = [name for group in param_groups for name in group.get("param_names", ())]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
     for index, group in enumerate(groups):
-        mine = [i for i in dealt_to(plan, rank) if plan.params[i].group == index]
-        group["params"] = [params[i] for i in mine]
+        own = [i for i in mine if specs[i].group == index]
+        group["params"] = [params[i] for i in own]
         if names:
-            group["param_names"] = [names[i] for i in mine]
+            group["param_names"] = [names[i] for i in own]
     return groups
 
 
@@ -67,7 +72,9 @@ def build(
         if refused is None:
             raise  # not a parameter but an option is wrong
         kind = type(error) if type(error) in (TypeError, ValueError) else RuntimeError
-        raise kind(f"{optimizer_class.__name__} refuses {names[refused]}: {error}") from error
+        raise kind(
+            f"{getattr(optimizer_class, '__name__', optimizer_class)} refuses {names[refused]}: {error}"
+        ) from error
 
 
 def _first_refused(
@@ -92,3 +99,18 @@ def copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str,
     """Copy everything in the groups but the parameters: learning rates that a scheduler set, keys that a step added."""
     for theirs, ours in zip(source, target, strict=True):
         ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+
+
+class WatchedClosure:
+    """Remembers whether an error came from the closure or from the optimizer round it."""
+
+    def __init__(self, closure: Callable[[], float]) -> None:
+        self._closure = closure
+        self.raised = False
+
+    def __call__(self) -> float:
+        try:
+            return self._closure()
+        except BaseException:
+            self.raised = True
+            raise

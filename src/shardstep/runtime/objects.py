@@ -36,5 +36,6 @@ def _recursive_copy_to_device(value: Any, non_blocking: bool, device: torch.devi
     if isinstance(value, Mapping):
         return {key: _recursive_copy_to_device(item, non_blocking, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_recursive_copy_to_device(item, non_blocking, device) for item in value])
+        items = [_recursive_copy_to_device(item, non_blocking, device) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return value

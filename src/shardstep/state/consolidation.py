@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,33 +20,36 @@ def consolidate(channel: Channel, read_local: Callable[[], Mapping[Any, Any]], t
     """
     text, failure = "", None
     tensors: list[torch.Tensor] = []
-    local: Mapping[Any, Any] = {}
+    merged: dict[Any, Any] = {}
     try:
         _check_target(channel, to)
         local = read_local()
         text, tensors = encode(local)
+        if channel.rank == to:
+            merged = to_cpu(local)
     except Exception as error:
         failure = error
     agree(channel, Claim("consolidate_state_dict", failure, Facts([f"to={to}"])))
     if channel.rank != to:
-        _send(channel, text, tensors, to)
+        send_state(channel, text, tensors, to)
         return None
-    merged = dict(to_cpu(local))
     for source in range(channel.world_size):
         if source != to:
             # What is not keyed by a parameter is the same on every rank; this rank's own is kept.
-            merged = {**_receive(channel, source), **merged}
+            merged = {**receive_state(channel, source), **merged}
     return merged
 
 
-def _send(channel: Channel, text: str, tensors: list[torch.Tensor], to: int) -> None:
+def send_state(channel: Channel, text: str, tensors: Sequence[torch.Tensor], to: int) -> None:
+    """Send what `encode` made."""
     header = text.encode()
     send_tensors(channel, [torch.tensor([len(header)])], to)
     send_tensors(channel, [torch.frombuffer(bytearray(header), dtype=torch.uint8)], to)
     send_tensors(channel, tensors, to)
 
 
-def _receive(channel: Channel, source: int) -> dict[Any, Any]:
+def receive_state(channel: Channel, source: int) -> dict[Any, Any]:
+    """What another rank sends by `send_state`, on the CPU."""
     length = torch.zeros(1, dtype=torch.int64)
     receive_tensors(channel, [length], source)
     header = torch.empty(int(length), dtype=torch.uint8)
@@ -54,6 +57,24 @@ def _receive(channel: Channel, source: int) -> dict[Any, Any]:
     reader = Reader(header.numpy().tobytes().decode())
     receive_tensors(channel, reader.landing, source)
     return dict(reader.state)
+
+
+def move_state(
+    channel: Channel, state: Mapping[int, Any], old_holders: Sequence[int], new_holders: Sequence[int]
+) -> dict[int, Any]:
+    """This rank's state, by parameter index, after every parameter's has gone from its old holder to its new one.
+
+    Pairs of ranks talk one after the other, in an order that is the same on every rank.
+    """
+    kept = {index: entry for index, entry in state.items() if new_holders[index] == channel.rank}
+    moves = sorted({(old, new) for old, new in zip(old_holders, new_holders, strict=True) if old != new})
+    for source, to in moves:
+        if channel.rank == source:
+            leaving = {i: entry for i, entry in state.items() if new_holders[i] == to}
+            send_state(channel, *encode(leaving), to)
+        elif channel.rank == to:
+            kept.update(receive_state(channel, source))
+    return kept
 
 
 def _check_target(channel: Channel, to: int) -> None:

@@ -24,14 +24,16 @@ def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return packed
 
 
-def check_state_dict(state_dict: Any, specs: Sequence[ParamSpec], optimizer_class: type[Optimizer]) -> list[Any]:
+def check_state_dict(
+    state_dict: Any, specs: Sequence[ParamSpec], group_sizes: Sequence[int], optimizer_class: type[Optimizer]
+) -> list[Any]:
     """The saved keys of the parameters in index order; ValueError that names every entry that does not fit."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"a state_dict must be a dict, got {torch.typename(state_dict)}")
     absent = [key for key in ("state", "param_groups") if key not in state_dict]
     if absent:
         raise ValueError(f"the state_dict has no {' and no '.join(map(repr, absent))}; its keys are {list(state_dict)}")
-    problems = list(_group_problems(state_dict["param_groups"], specs))
+    problems = list(_group_problems(state_dict["param_groups"], group_sizes))
     if not problems:
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         problems = list(_entry_problems(state_dict["state"], dict(zip(keys, specs, strict=True)), optimizer_class))
@@ -40,10 +42,7 @@ def check_state_dict(state_dict: Any, specs: Sequence[ParamSpec], optimizer_clas
     return keys
 
 
-def _group_problems(groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec]) -> Iterator[str]:
-    expected = [0] * (1 + max((spec.group for spec in specs), default=-1))
-    for spec in specs:
-        expected[spec.group] += 1
+def _group_problems(groups: Sequence[Mapping[str, Any]], expected: Sequence[int]) -> Iterator[str]:
     if len(groups) != len(expected):
         yield f"it has {len(groups)} param groups, the optimizer has {len(expected)}"
         return
@@ -76,6 +75,8 @@ def _fits(value: Any, spec: ParamSpec, optimizer_class: type[Optimizer]) -> bool
     """Whether a value can be state of the parameter. Of a class that is not torch's we cannot know."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or not _is_torchs(optimizer_class):
         return True
+    if issubclass(optimizer_class, torch.optim.LBFGS):  # keeps vectors over all parameters
+        return True
     shape = tuple(value.shape)
     if optimizer_class is torch.optim.Adafactor:  # keeps sums over rows and over columns
         return len(shape) == len(spec.shape) and all(
@@ -87,17 +88,18 @@ def _fits(value: Any, spec: ParamSpec, optimizer_class: type[Optimizer]) -> bool
 def _missing_entries(state: Mapping[Any, Any], spec_of: Mapping[Any, ParamSpec]) -> Iterator[str]:
     """torch's classes make all state of a parameter at once, and the same for parameters alike: find what lacks some.
 
-    A parameter without any state is no problem: it has not been stepped yet.
+    A parameter without any state is no problem: it has not been stepped yet. Nor is state that an option switches on.
     """
+    optional = {"max_exp_avg_sq", "momentum_buffer", "grad_avg"}
     alike: dict[tuple[int, int], dict[Any, set[str]]] = {}
     for key, entry in state.items():
-        if key in spec_of and isinstance(entry, Mapping):
+        if key in spec_of and isinstance(entry, Mapping) and entry:
             spec = spec_of[key]
             alike.setdefault((spec.group, len(spec.shape)), {})[key] = set(entry)
     for entries in alike.values():
         complete = set().union(*entries.values())
         for key, names in entries.items():
-            for name in sorted(complete - names):
+            for name in sorted(complete - names - optional):
                 yield f"state[{key}] ({spec_of[key].name}) has no {name!r}, which other parameters of its group have"
 
 
@@ -135,8 +137,12 @@ def describe(state_dict: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _brief(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_brief, value))}]"
+    if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
+    if not isinstance(value, torch.Tensor):  # a set, or an object, need not print alike in every process
+        return f"a {type(value).__name__}"
     return repr(value.item()) if value.dim() == 0 else f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
 
 

@@ -29,6 +29,9 @@ def _to_json(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
         return _tensor_to_json(value, tensors, path)
     if value is None or type(value) in _PLAIN:
         return value
+    for plain in (bool, int, float, str):  # NumPy's float64 is a float, and an enumeration may be an int
+        if isinstance(value, plain):
+            return plain(value)
     if isinstance(value, complex):
         return ["c", [value.real, value.imag]]
     if isinstance(value, list | tuple):
@@ -108,5 +111,6 @@ def to_cpu(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: to_cpu(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(to_cpu(item) for item in value)
+        items = [to_cpu(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     return value

@@ -1,0 +1,199 @@
+"""Time a training step whose optimizer steps inside DDP's backward pass, against one that steps after it.
+
+Four contenders train a GPT of 30 M parameters in the same processes, same seed, same batches: DDP with plain AdamW
+("AdamW"), with shardstep's ZeroRedundancyOptimizer after the backward pass ("sharded"), and with the same inside it, by
+hook_with_zero_step ("overlap") and by hook_with_zero_step_interleaved ("interleaved"). They run in turn; what counts is
+the ratio within a round. At the end all must hold the same parameters, or the run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from drop_in_tables import megabytes
+from hosts import linked_hosts, run_on_hosts, why_impossible
+from report import SPREAD_COLUMNS, Grid, Report, Spread, Target, make_console
+
+EPILOG = """\
+It starts its own ranks; run it from the root of the repository on an otherwise idle machine:
+
+  python benchmarks/overlap.py            2 and 4 ranks over loopback: about ten minutes on two cores, 8 GB
+  python benchmarks/overlap.py --hosts 4 --rate 1gbit    4 hosts with slow links: four minutes; needs root, iproute2
+  python benchmarks/overlap.py --quick    a toy model on 2 ranks, seconds: shows that everything runs
+
+Results go to benchmarks/results/overlap.md and .json (--hosts: overlap_hosts.md and .json; --quick: the same names in
+benchmarks/results/quick/, which git ignores).
+Exit status: 0 if every target is met, 1 if one is not, 2 if a rank failed, the contenders disagree, or hosts cannot be
+made.
+"""
+
+METHOD = """\
+DDP with AdamW, Gloo, one thread per rank, batch 2 per rank; {network}. Every contender
+reduces gradients with torch's `allreduce_hook`, and those that overlap wrap it, with `shard_buckets=True`. All train in
+the same processes, in turn; a ratio is that of two blocks of one round. A time is that of the slowest rank, from a
+barrier on. After every launch all ranks held the same bits; 'largest difference' is between contenders."""
+
+PAIRS = (
+    *(("sharded", "AdamW"), ("overlap", "AdamW"), ("interleaved", "AdamW")),
+    *(("overlap", "sharded"), ("interleaved", "sharded")),
+)
+OVERLAPPING = ("overlap", "interleaved")
+
+Result = dict[str, Any]  # what one launch of overlap_worker.py wrote
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process group of the benchmark."""
+
+    ranks: int
+    rate: str | None  # of a host's link; None: all ranks on this machine's loopback
+    rounds: int
+    steps: int
+    toy: bool
+
+    @property
+    def title(self) -> str:
+        return f"{self.ranks} ranks" if self.rate is None else f"{self.ranks} hosts, {self.rate}"
+
+    def command(self, out: Path) -> list[str]:
+        """Of one rank."""
+        counts = ["--rounds", str(self.rounds), "--steps", str(self.steps)]
+        worker = str(Path(__file__).with_name("overlap_worker.py"))
+        return [worker, *counts, *(["--toy"] if self.toy else []), "--out", str(out)]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=None, help="world sizes to run (default: 2 4)")
+    parser.add_argument("--hosts", type=int, default=None, help="one rank on each of so many hosts, instead of --ranks")
+    parser.add_argument("--rate", default=None, help="of a host's link, as tc writes it (default: 1gbit)")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds per launch (default: 12; with --hosts 5)")
+    parser.add_argument("--steps", type=int, default=None, help="steps of each in a round (default: 3; with --hosts 1)")
+    parser.add_argument("--quick", action="store_true", help="toy model, 2 ranks, 3 rounds; numbers mean nothing")
+    arguments = parser.parse_args()
+    if arguments.hosts and arguments.ranks:
+        parser.error("--hosts starts one rank on each host: give --hosts or --ranks, not both")
+    if arguments.rate and not arguments.hosts:
+        parser.error("--rate limits the links of hosts: give --hosts too")
+    return arguments
+
+
+def launches(arguments: argparse.Namespace) -> list[Launch]:
+    quick = arguments.quick
+    if arguments.hosts:
+        rounds, steps = arguments.rounds or (3 if quick else 5), arguments.steps or 1
+        return [Launch(arguments.hosts, arguments.rate or "1gbit", rounds, steps, quick)]
+    rounds, steps = arguments.rounds or (3 if quick else 12), arguments.steps or 3
+    worlds = arguments.ranks or ([2] if quick else [2, 4])
+    return [Launch(ranks, None, rounds, steps, quick) for ranks in worlds]
+
+
+def run(launch: Launch, out: Path) -> Result:
+    """Start the ranks, wait, and read what rank 0 wrote."""
+    if launch.rate is not None:
+        with linked_hosts(launch.ranks, launch.rate):
+            run_on_hosts([sys.executable, *launch.command(out)], launch.ranks)
+    else:
+        starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.ranks)]
+        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # as in drop_in.py
+        done = subprocess.run([*starter, *launch.command(out)], env=os.environ | settings, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the ranks ended with status {done.returncode}; see above")
+    result: Result = json.loads(out.read_text())
+    return result | {"title": launch.title}
+
+
+def ratio(result: Result, pair: tuple[str, str]) -> Spread:
+    """Of the first of the pair to the second, over the rounds."""
+    ours, base = (result["step_seconds"][name] for name in pair)
+    return Spread.of([mine / theirs for mine, theirs in zip(ours, base, strict=True)])
+
+
+def ratio_grid(results: Sequence[Result]) -> Grid:
+    rows = [
+        (result["title"], f"{pair[0]} / {pair[1]}", *ratio(result, pair).cells())
+        for result in results
+        for pair in PAIRS
+    ]
+    note = "One ratio per round; below 1 the first is faster."
+    return Grid("Ratios of step times", note, ("", "ratio", *SPREAD_COLUMNS), tuple(rows), labels=2)
+
+
+def step_grid(results: Sequence[Result]) -> Grid:
+    rows = []
+    for result in results:
+        for name, seconds in result["step_seconds"].items():
+            traffic = result["traffic"][name]
+            sent = [rank["sent"] for rank in traffic["step"]]
+            calls = [str(max(rank[kind] for rank in traffic["calls"])) for kind in ("collectives", "messages")]
+            times = (f"{Spread.of(seconds).median:.3f}", f"{min(seconds):.3f}")
+            difference = f"{result['differences'].get(name, 0):g}"
+            rows.append(
+                (result["title"], name, *times, *calls, megabytes(fmean(sent)), megabytes(max(sent)), difference)
+            )
+    columns = (
+        *("", "contender", "median s", "least s", "collectives", "messages"),
+        *("MB sent, mean", "MB sent, max", "largest difference"),
+    )
+    note = (
+        "A full step: forward, backward, and the optimizer's step. Collectives and messages are the c10d operators "
+        "in the profiler, of the rank with most (messages are point-to-point sends and receives). MB sent is TCP "
+        "payload by TCP_INFO, over the ranks. The largest difference of any parameter is from that of AdamW."
+    )
+    return Grid("A full training step", note, columns, tuple(rows), labels=2)
+
+
+def all_targets(results: Sequence[Result]) -> Iterator[Target]:
+    """Overlap is for slow networks: over loopback, with fewer cores than ranks, there is nothing to hide behind."""
+    for result in results:
+        if "hosts" in result["title"]:
+            best = min((ratio(result, (name, "sharded")).median, name) for name in OVERLAPPING)
+            yield Target(f"step time, {best[1]} / sharded, {result['title']}", 1.0, best[0], strict=True)
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    console = make_console()
+    if arguments.hosts and (reason := why_impossible()):
+        console.print(reason)
+        return 2
+    # Otherwise a terminated run would leave its hosts behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+    planned = launches(arguments)
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, launch in enumerate(planned, start=1):
+            console.print(f"[bold]launch {number} of {len(planned)}: {launch.title}")
+            try:
+                results.append(run(launch, Path(folder) / f"{number}.json"))
+            except RuntimeError as error:
+                console.print(f"{launch.title}: {error}", style="red", markup=False)
+                return 2
+    network = "links of network namespaces on one machine" if arguments.hosts else "all ranks on one machine's loopback"
+    report = Report(
+        name="overlap_hosts" if arguments.hosts else "overlap",
+        title="The optimizer's step inside DDP's backward pass" + (", on slow links" if arguments.hosts else ""),
+        method=METHOD.format(network=network),
+        grids=(step_grid(results), ratio_grid(results)),
+        targets=tuple(all_targets(results)),
+        raw={"launches": results},
+    )
+    return report.publish(console, quick=arguments.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

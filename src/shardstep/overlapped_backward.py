@@ -1,0 +1,126 @@
+"""One backward pass of DDP with the optimizer's step inside: bucket by bucket, on the thread that runs it."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep.overlap import _OverlapStatus
+from shardstep.planning.schedule import StepOrder
+from shardstep.runtime.agreement import Claim
+from shardstep.zero_redundancy_optimizer import ZeroRedundancyOptimizer
+
+
+class OverlappedBackward:
+    """Told of every bucket once its reduction has been issued. See [Note: who issues what] in ddp_zero_hook.py."""
+
+    def __init__(
+        self, ddp: weakref.ref[DistributedDataParallel], zero: ZeroRedundancyOptimizer, order: StepOrder
+    ) -> None:
+        self._ddp = ddp
+        self._zero = zero
+        self._order = order
+        self._buckets: dict[int, tuple[GradBucket, torch.futures.Future[Any]]] = {}
+        self._failure: Exception | None = None
+        model = ddp()
+        assert model is not None, "the hook is made while the model is alive"
+        self._reduced = set(reduced_parameters(model))
+        self._used: set[torch.Tensor] | None = None
+        if model.find_unused_parameters:
+            # DDP keeps such a map too, but asking for it inside a communication hook waits for a lock that DDP holds.
+            self._used = set()
+            for param in self._reduced:
+                param.register_hook(partial(_mark, self._used, param))  # type: ignore[no-untyped-call]
+
+    def reduction_issued(self, bucket: GradBucket, future: torch.futures.Future[Any]) -> None:
+        self._learn(bucket)
+        self._buckets[bucket.index()] = (bucket, future)
+        if self._zero._overlapped is not None:
+            self._step_what_is_due(bucket)
+        elif bucket.is_last() and self._zero._train_from_first_step:
+            self._step_without_overlap()
+        if bucket.is_last():
+            self._buckets.clear()
+            if self._used is not None:
+                self._used.clear()
+
+    def _learn(self, bucket: GradBucket) -> None:
+        """Once DDP has rebuilt its buckets they are final: one pass to see them, then the optimizer is shared out."""
+        ddp, info = self._ddp(), self._zero._overlap_info
+        if info.status == _OverlapStatus.INITIALIZED or ddp is None or not ddp._has_rebuilt_buckets:
+            return
+        info.status = _OverlapStatus.DDP_HAS_REBUILT_BUCKETS
+        if bucket.index() == 0 and info.params_per_bucket:
+            self._zero._init_zero_for_overlap()
+        else:
+            info.params_per_bucket.append(bucket.parameters())
+
+    def _step_what_is_due(self, bucket: GradBucket) -> None:
+        zero, last = self._zero, bucket.is_last()
+        overlapped = zero._overlapped
+        assert overlapped is not None
+        if bucket.index() == 0:
+            self._failure = zero._begin_overlapped(self._reduced)
+        due = self._order.due(bucket.index(), last)
+        for index in due:
+            overlapped.expect(index)
+        for index in due:
+            gradients = self._reduced_gradients(index)
+            if self._failure is None:
+                try:
+                    overlapped.step(index, gradients, zero.param_groups)
+                except Exception as error:  # the others wait for what this rank sends; all raise together at the end
+                    self._failure = error
+            overlapped.send(index)
+        if last:
+            failure, self._failure = self._failure, None
+            zero._finish_overlapped(Claim("the backward pass", failure, zero._plan_facts))
+
+    def _step_without_overlap(self) -> None:
+        """Before DDP's buckets are final: step as after a backward pass, with the gradients that are in the buckets."""
+        gradients: dict[torch.Tensor, torch.Tensor | None] = {}
+        for index, (bucket, _) in sorted(self._buckets.items()):
+            gradients.update(zip(bucket.parameters(), self._reduced_gradients(index), strict=True))
+        before = {param: param.grad for param in gradients}
+        try:
+            for param, gradient in gradients.items():
+                param.grad = gradient
+            self._zero._step(None, {}, joined=False)
+        finally:
+            for param, gradient in before.items():
+                param.grad = gradient
+
+    def _reduced_gradients(self, index: int) -> list[torch.Tensor | None]:
+        """The gradients of a bucket once they are reduced; None for a parameter that no rank has used."""
+        bucket, future = self._buckets[index]
+        reduced = future.wait()
+        values = reduced[0] if isinstance(reduced, list | tuple) else reduced
+        buffer = bucket.buffer()
+        if values.data_ptr() != buffer.data_ptr():  # a hook may leave its result elsewhere; DDP copies it later
+            buffer.copy_(values.view_as(buffer))
+        used = self._used_somewhere(bucket)
+        return [gradient if flag else None for gradient, flag in zip(bucket.gradients(), used, strict=True)]
+
+    def _used_somewhere(self, bucket: GradBucket) -> list[bool]:
+        """For a parameter that no rank has used DDP reduces zeros, and then leaves its gradient as it was."""
+        params = bucket.parameters()
+        if self._used is None:
+            return [True] * len(params)
+        flags = bytes(param in self._used for param in params)
+        return [any(rank_flags) for rank_flags in zip(*self._zero._gather_flags(flags), strict=True)]
+
+
+def _mark(used: set[torch.Tensor], param: torch.Tensor, gradient: torch.Tensor) -> None:
+    del gradient
+    used.add(param)
+
+
+def reduced_parameters(ddp: DistributedDataParallel) -> list[torch.Tensor]:
+    """The parameters that DDP reduces, in its own order."""
+    parameters: list[torch.Tensor] = ddp._build_params_for_reducer()[0]  # type: ignore[no-untyped-call]
+    return parameters
