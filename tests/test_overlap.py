@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as torch_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
@@ -484,23 +486,51 @@ def test_a_profile_shows_steps_and_sends_by_bucket(workers):
     assert all("shardstep::send bucket 0" in names for names in ranks)
 
 
+def steps_due(order: StepOrder, bucket: int, last: bool) -> list[list[int]]:
+    return [list(together) for together in order.due(bucket, last)]
+
+
 def test_the_order_of_the_schedule():
-    assert [list(AFTER_BACKWARD.due(b, b == 3)) for b in range(4)] == [[], [], [], [0, 1, 2, 3]]
-    assert [list(INTERLEAVED.due(b, b == 3)) for b in range(4)] == [[], [0], [1], [2, 3]]
-    assert list(INTERLEAVED.due(0, last=True)) == [0]
+    assert [steps_due(AFTER_BACKWARD, b, b == 3) for b in range(4)] == [[], [], [], [[0, 1, 2, 3]]]
+    assert [steps_due(INTERLEAVED, b, b == 3) for b in range(4)] == [[], [[0]], [[1]], [[2], [3]]]
+    assert steps_due(INTERLEAVED, 0, last=True) == [[0]]
     for lag, count in itertools.product([None, 0, 1, 2, 5], [1, 2, 3, 7]):
-        order = StepOrder(lag)
-        due = [b for bucket in range(count) for b in order.due(bucket, bucket == count - 1)]
-        assert due == list(range(count)), "every bucket once, in order"
+        due = [steps_due(StepOrder(lag), bucket, bucket == count - 1) for bucket in range(count)]
+        flat = [index for now in due for together in now for index in together]
+        assert flat == list(range(count)), "every bucket once, in order"
 
 
 def test_buckets_are_shared_out():
     assert [part.rank for part in assign_whole_buckets([[1], [2], [3]], 2)] == [0, 1, 0]
     parts = assign_parts_of_buckets([[10, 10, 10, 10], [4, 4]], 2)
     assert [(part.bucket, part.start, part.stop, part.rank) for part in parts] == [
-        (0, 0, 2, 1),
-        (0, 2, 4, 0),
-        (1, 0, 2, 0),
+        (0, 0, 2, 0),
+        (0, 2, 4, 1),
+        (1, 0, 1, 0),
+        (1, 1, 2, 1),
     ]
-    awkward = assign_parts_of_buckets([[40, 1, 40, 1, 40]], 2)  # a third part would have no rank left
-    assert [(part.start, part.stop) for part in awkward] == [(0, 2), (2, 5)]
+    # One parameter is more than a share: the others take the rest, of every bucket.
+    around_a_large_one = assign_parts_of_buckets([[900], [10] * 6, [5] * 6], 4)
+    load = [0] * 4
+    for part in around_a_large_one:
+        load[part.rank] += 900 if part.bucket == 0 else (10 if part.bucket == 1 else 5) * (part.stop - part.start)
+    assert sorted(load) == [30, 30, 30, 900]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 1000), max_size=12), max_size=8),
+    st.integers(1, 9),
+)
+def test_every_parameter_of_every_bucket_has_one_rank_and_a_rank_one_part_of_a_bucket(numels, world_size):
+    parts = assign_parts_of_buckets(numels, world_size)
+    for bucket, sizes in enumerate(numels):
+        own = [part for part in parts if part.bucket == bucket]
+        assert [index for part in own for index in range(part.start, part.stop)] == list(range(len(sizes)))
+        ranks = [part.rank for part in own]
+        assert len(set(ranks)) == len(ranks)
+        assert all(0 <= rank < world_size for rank in ranks)
+    load = [0] * world_size
+    for part in parts:
+        load[part.rank] += sum(numels[part.bucket][part.start : part.stop])
+    largest = sum(max(sizes, default=0) for sizes in numels)  # a cut may miss its place by one parameter per bucket
+    assert max(load) <= sum(load) / world_size + largest

@@ -19,7 +19,7 @@ from shardstep.planning import Plan
 from shardstep.planning.assignment import Assignment, assign_parts_of_buckets, assign_whole_buckets
 from shardstep.runtime.agreement import Claim, Facts, agree
 from shardstep.runtime.buffers import FlatMessage
-from shardstep.runtime.collectives import Channel, Gather, make_gather
+from shardstep.runtime.collectives import Channel, finish_gathers, make_gathers
 from shardstep.runtime.parted_optimizer import PartedOptimizer
 
 
@@ -160,9 +160,8 @@ class OverlappedStep:
             info.params_per_rank[part.rank].extend(params)
         self._own = self.assignments_per_rank[channel.rank]
         self._parted = PartedOptimizer(optim, own, make_part)
-        self._gathers: list[Gather] = [
-            make_gather(channel, info.params_per_bucket[bucket][0].device, rows) for bucket, rows in enumerate(messages)
-        ]
+        devices = [params[0].device for params in info.params_per_bucket]
+        self._gathers = make_gathers(channel, list(zip(devices, messages, strict=True)))
 
     def expect(self, bucket: int) -> None:
         """The other ranks may send their parts of a bucket; its gradients have been computed here."""
@@ -205,8 +204,7 @@ class OverlappedStep:
     def finish(self) -> None:
         """Return when all buckets have arrived."""
         with record_function("shardstep::wait for parameters"):
-            for gather in self._gathers:
-                gather.finish()
+            finish_gathers(self._gathers)
         self._stepped.clear()  # after a failure, not all parts were stepped
 
     def reload(self) -> None:

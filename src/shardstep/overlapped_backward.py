@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstep.overlap import _OverlapStatus
+from shardstep.overlap import OverlappedStep, _OverlapStatus
 from shardstep.planning.schedule import StepOrder
 from shardstep.runtime.agreement import Claim
 from shardstep.zero_redundancy_optimizer import ZeroRedundancyOptimizer
@@ -67,19 +68,24 @@ class OverlappedBackward:
         if bucket.index() == 0:
             self._failure = zero._begin_overlapped(self._reduced)
         due = self._order.due(bucket.index(), last)
-        for index in due:
+        for index in chain(*due):
             overlapped.expect(index)
-        for index in due:
-            gradients = self._reduced_gradients(index)
-            if self._failure is None:
-                try:
-                    overlapped.step(index, gradients, zero.param_groups)
-                except Exception as error:  # the others wait for what this rank sends; all raise together at the end
-                    self._failure = error
-            overlapped.send(index)
+        for together in due:
+            for index in together:
+                self._step(index, overlapped)
+            for index in together:
+                overlapped.send(index)
         if last:
             failure, self._failure = self._failure, None
             zero._finish_overlapped(Claim("the backward pass", failure, zero._plan_facts))
+
+    def _step(self, index: int, overlapped: OverlappedStep) -> None:
+        gradients = self._reduced_gradients(index)
+        if self._failure is None:
+            try:
+                overlapped.step(index, gradients, self._zero.param_groups)
+            except Exception as error:  # the others wait for what this rank sends; all raise together at the end
+                self._failure = error
 
     def _step_without_overlap(self) -> None:
         """Before DDP's buckets are final: step as after a backward pass, with the gradients that are in the buckets."""

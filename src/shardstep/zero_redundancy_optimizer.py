@@ -290,11 +290,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         changed = travels != self._travels
         plan = self._plan_for(travels) if changed else self._plan
         facts = _facts_of(plan) if changed else self._plan_facts
+        self._agreement.claim(Claim("step", failure, facts), changed)
         self._exchange.send()
-        agreed = self._agreement.confirm(Claim("step", failure, facts), changed)
         self._exchange.finish()
         self._agreement.finish()
-        if agreed and changed:
+        if changed:
             logger.warning("the set of trainable parameters has changed; what is sent at each step follows")
             self._place(plan)
             # Parameters that were frozen until now were stepped, but the messages so far followed the plan before.
@@ -497,7 +497,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _finish_overlapped(self, claim: Claim) -> None:
         """A backward pass ends: everything has been sent."""
         assert self._overlapped is not None
-        self._agreement.confirm(claim, changed=False)
+        self._agreement.claim(claim, changed=False)
         self._overlapped.finish()
         self._agreement.finish()
         self._steps += 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,30 +24,35 @@ def assign_whole_buckets(numels: Sequence[Sequence[int]], world_size: int) -> li
 
 
 def assign_parts_of_buckets(numels: Sequence[Sequence[int]], world_size: int) -> list[Assignment]:
-    """Cut buckets towards total / ranks elements for each rank; a rank has at most one part of a bucket.
+    """Cut buckets towards an equal number of elements for each rank; a rank has at most one part of a bucket.
 
-    The smallest bucket first, each part to the rank that has least so far, ties to the lowest.
+    The largest bucket first: a parameter that is too large for any share lies there, and the ranks that do not hold it
+    take the other buckets. Every bucket is cut for all ranks that have room, so that they step and send it together.
     """
-    share = sum(sum(sizes) for sizes in numels) / world_size
     load = [0] * world_size
     assigned: list[Assignment] = []
-    for bucket in sorted(range(len(numels)), key=lambda i: sum(numels[i])):
-        free = set(range(world_size))
-        for start, stop in _cut(numels[bucket], share, world_size):
-            rank = min(free, key=lambda r: (load[r], r))
-            free.remove(rank)
+    for bucket in sorted(range(len(numels)), key=lambda i: -sum(numels[i])):
+        for rank, start, stop in _cut(numels[bucket], load):
             load[rank] += sum(numels[bucket][start:stop])
             assigned.append(Assignment(bucket, start, stop, rank))
     return sorted(assigned, key=lambda part: (part.bucket, part.start))
 
 
-def _cut(sizes: Sequence[int], share: float, most: int) -> list[tuple[int, int]]:
-    """Consecutive parameters that stay below `share` together, in at most `most` parts."""
-    parts: list[tuple[int, int]] = []
-    start = filled = 0
-    for index, numel in enumerate(sizes):
-        if index > start and filled + numel >= share and len(parts) < most - 1:
-            parts.append((start, index))
-            start, filled = index, 0
-        filled += numel
-    return [*parts, (start, len(sizes))]
+def _cut(sizes: Sequence[int], load: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(rank, start, stop): every parameter to the rank in whose quota its middle lies."""
+    quotas = _quotas(sum(sizes), load)
+    ranks = sorted(quotas, key=lambda rank: (-quotas[rank], rank))
+    ends = list(accumulate(quotas[rank] for rank in ranks))
+    middles = [end - numel / 2 for numel, end in zip(sizes, accumulate(sizes), strict=True)]
+    takers = [min(bisect_left(ends, middle), len(ranks) - 1) for middle in middles]
+    return [(ranks[taker], bisect_left(takers, taker), bisect_right(takers, taker)) for taker in sorted(set(takers))]
+
+
+def _quotas(numel: int, load: Sequence[int]) -> dict[int, float]:
+    """How much each rank takes so that those that take anything end with the same load, and none ends with less."""
+    by_load = sorted(range(len(load)), key=lambda rank: (load[rank], rank))
+    for count in range(len(load), 0, -1):
+        level = (numel + sum(load[rank] for rank in by_load[:count])) / count
+        if count == 1 or level >= load[by_load[count - 1]]:
+            return {rank: level - load[rank] for rank in by_load[:count]}
+    raise AssertionError("a single rank can always take everything")

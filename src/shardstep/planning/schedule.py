@@ -12,20 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StepOrder:
-    """Which buckets are stepped once the reduction of a bucket has been issued.
+    """Which buckets are stepped and sent once the reduction of a bucket has been issued.
 
     `lag` is the number of buckets by which stepping stays behind. The reduction of a bucket takes time, and stepping
     waits for it: with a lag of one, the gradients of the next bucket are computed meanwhile. None: nothing is stepped
-    before the last bucket.
+    before the last bucket, and nothing is sent before all are stepped.
     """
 
     lag: int | None
 
-    def due(self, bucket: int, last: bool) -> range:
-        """The buckets to step now, in order, when the reduction of `bucket` has just been issued."""
+    def due(self, bucket: int, last: bool) -> list[range]:
+        """What to do now, in order, when the reduction of `bucket` was just issued: step a range, send it, the next."""
         if self.lag is None:
-            return range(bucket + 1) if last else range(0)
-        return range(max(bucket - self.lag, 0), bucket + 1 if last else max(bucket - self.lag + 1, 0))
+            return [range(bucket + 1)] if last else []
+        stop = bucket + 1 if last else bucket - self.lag + 1
+        return [range(index, index + 1) for index in range(max(bucket - self.lag, 0), stop)]
 
 
 AFTER_BACKWARD = StepOrder(lag=None)

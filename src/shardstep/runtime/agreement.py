@@ -75,11 +75,20 @@ def _harmonious(records: Sequence[_Record]) -> bool:
 
 def agree(channel: Channel, claim: Claim) -> None:
     """Return on every rank, or raise the same error on every rank."""
-    if channel.world_size == 1:
+    _settle(channel, claim, _send_record(channel, claim))
+
+
+def _send_record(channel: Channel, claim: Claim) -> PendingRecords | None:
+    return gather_records(channel, _record_of(claim).pack()) if channel.world_size > 1 else None
+
+
+def _settle(channel: Channel, claim: Claim, pending: PendingRecords | None) -> None:
+    """Return on every rank, or raise the same error on every rank; None: there is one rank."""
+    if pending is None:
         if claim.failure is not None:
             raise claim.failure
         return
-    records = _read(gather_records(channel, _record_of(claim).pack()))
+    records = _read(pending)
     if _harmonious(records):
         return
     if any(record.failed for record in records):
@@ -128,33 +137,33 @@ def _brief(text: str) -> str:
 
 
 class StepAgreement:
-    """The agreement of every step: `begin`, then `confirm` once the step is done and its messages are on their way,
-    then `finish` once they have arrived. A rank that failed, or does not agree, takes part in the messages of the step
-    as they were planned before, so that nobody is left waiting, and raises in `finish`.
+    """The agreement of every step: `begin`, then `claim` before its messages are sent, then `finish` once they have
+    arrived. A rank that failed, or does not agree, takes part in the messages of the step as they were planned before,
+    so that nobody is left waiting, and raises in `finish`.
+
+    The records are on their way before the parameters and are read after them: behind tens of megabytes on the same
+    connection they would arrive last, and a rank that waited for them would pass nothing on meanwhile.
 
     This one is for a channel whose records arrive on the host: every rank raises in the same step.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._error: Exception | None = None
+        self._claimed: tuple[Claim, PendingRecords | None] | None = None
 
     def begin(self) -> None:
         """Raise what is left over from the step before."""
 
-    def confirm(self, claim: Claim, changed: bool) -> bool:
-        """Whether all ranks fared well and hold the same facts; `changed`: not those of the last step."""
+    def claim(self, claim: Claim, changed: bool) -> None:
+        """How this rank fared; `changed`: its facts are not those of the last step."""
         del changed
-        try:
-            agree(self._channel, claim)
-        except Exception as error:
-            self._error = error
-        return self._error is None
+        self._claimed = (claim, _send_record(self._channel, claim))
 
     def finish(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        """Raise if a rank failed, or if the ranks do not hold the same facts."""
+        assert self._claimed is not None, "finish follows claim"
+        (claim, records), self._claimed = self._claimed, None
+        _settle(self._channel, claim, records)
 
 
 class DeferredStepAgreement(StepAgreement):
@@ -166,21 +175,24 @@ class DeferredStepAgreement(StepAgreement):
 
     def __init__(self, channel: Channel) -> None:
         super().__init__(channel)
-        self._pending: tuple[Claim, PendingRecords] | None = None
+        self._defer = False
 
     def begin(self) -> None:
-        if self._pending is not None:
-            (claim, records), self._pending = self._pending, None
-            self._error = _verdict(claim, _read(records))
+        self._defer = False
+        if self._claimed is not None:
             self.finish()
 
-    def confirm(self, claim: Claim, changed: bool) -> bool:
-        records = gather_records(self._channel, _record_of(claim).pack())
-        if changed or claim.failure is not None:
-            self._error = _verdict(claim, _read(records))
-        else:
-            self._pending = (claim, records)
-        return self._error is None
+    def claim(self, claim: Claim, changed: bool) -> None:
+        super().claim(claim, changed)
+        self._defer = not changed and claim.failure is None
+
+    def finish(self) -> None:
+        if self._defer or self._claimed is None:
+            return
+        (claim, records), self._claimed = self._claimed, None
+        assert records is not None, "one rank has nothing to defer"
+        if (error := _verdict(claim, _read(records))) is not None:
+            raise error
 
 
 def _verdict(claim: Claim, records: Sequence[_Record]) -> Exception | None:

@@ -24,6 +24,8 @@ IN_PLACE_NBYTES = 1024 * 1024
 
 # A message from this size on is passed on by the others if its holder would have to send more than anyone else could.
 RELAY_NBYTES = 8 * 1024 * 1024
+# In pieces of this size, so that a rank passes on the first while the next are still coming.
+RELAY_PIECE_NBYTES = 2 * 1024 * 1024
 
 # Point-to-point messages match by peer and tag. A tag of our own keeps them apart from a program's own sends.
 _TAG = 20_591
@@ -138,13 +140,33 @@ class Gather(Protocol):
     def send(self) -> None:
         """This rank's parameters are final."""
 
+    def pass_on(self) -> None:
+        """Pass on what comes to this rank for others."""
+
     def finish(self) -> None:
         """Return when every message has arrived."""
 
 
-def make_gather(channel: Channel, device: torch.device, messages: Sequence[Sequence[Message]]) -> Gather:
-    """A gather of parameters on `device`; `messages[r]` are those of rank r."""
-    return (DirectGather if takes_many_messages(channel, device) else BroadcastGather)(channel, messages)
+def make_gathers(
+    channel: Channel, buckets: Sequence[tuple[torch.device, Sequence[Sequence[Message]]]]
+) -> Sequence[Gather]:
+    """One gather for each bucket: the device of its parameters, and the messages of each rank."""
+    load = [0] * channel.world_size  # of a whole step: what a rank sends in one bucket it may spare in the next
+    for _, rows in buckets:
+        for rank, row in enumerate(rows):
+            load[rank] += sum(message.nbytes for message in row)
+    return [
+        DirectGather(channel, rows, load) if takes_many_messages(channel, device) else BroadcastGather(channel, rows)
+        for device, rows in buckets
+    ]
+
+
+def finish_gathers(gathers: Sequence[Gather]) -> None:
+    """Return when everything has arrived. Passed on first: whoever waits for one gather holds up nobody's next one."""
+    for gather in gathers:
+        gather.pass_on()
+    for gather in gathers:
+        gather.finish()
 
 
 def takes_many_messages(channel: Channel, device: torch.device) -> bool:
@@ -172,6 +194,9 @@ class BroadcastGather:
             if not message.needs_memory:
                 values = as_bytes(message.outgoing())
                 self._work.append(dist.broadcast(values, group=self._channel.group, group_src=source, async_op=True))
+
+    def pass_on(self) -> None:
+        """The backend does."""
 
     def finish(self) -> None:
         for work in self._work:
@@ -205,14 +230,14 @@ class DirectGather:
     the slowest rank has stepped. Here a rank that holds less sends while the others still compute.
 
     Whole parameters make uneven shares. Where a rank would send more than all parameters once, its large messages are
-    cut into one part for each other rank, who pass their part on to the rest: so it sends them once, not to each. Only
-    there, because a part waits until the rank that passes it on has stepped its own share.
+    cut into pieces, and each piece goes to one other rank, who passes it on to the rest: so it sends them once, not to
+    each. Only there, because a piece waits until the rank that passes it on has stepped its own share.
     """
 
-    def __init__(self, channel: Channel, messages: Sequence[Sequence[Message]]) -> None:
+    def __init__(self, channel: Channel, messages: Sequence[Sequence[Message]], load: Sequence[int]) -> None:
+        """`load[r]` is what rank r sends in a whole step, in this gather and others."""
         self._channel = channel
         self._messages = messages
-        load = [sum(message.nbytes for message in row) for row in messages]
         self._lightest_first = sorted(range(len(load)), key=lambda rank: load[rank])
         self._relayed = [share * (len(load) - 1) > sum(load) for share in load]
         self._tag = _take_tags(channel)
@@ -246,11 +271,13 @@ class DirectGather:
                 for to in self._others(own) if carrier is None else [carrier]:
                     self._isend(part, to, own)
 
-    def finish(self) -> None:
+    def pass_on(self) -> None:
         for owner, part, work in self._carried:
             work.wait()
             for to in self._others(owner, self._channel.rank):
                 self._isend(part, to, owner)
+
+    def finish(self) -> None:
         for work in self._work:
             work.wait()
         for message, values in self._arriving:
@@ -267,7 +294,9 @@ class DirectGather:
             return []
         if not self._relayed[owner] or len(values) < RELAY_NBYTES:
             return [(None, values)]
-        return list(zip(carriers, torch.tensor_split(values, len(carriers)), strict=True))
+        rounds = -(-len(values) // (len(carriers) * RELAY_PIECE_NBYTES))
+        pieces = torch.tensor_split(values, len(carriers) * rounds)
+        return list(zip(carriers * rounds, pieces, strict=True))
 
     def _others(self, *without: int) -> list[int]:
         """All ranks but these, in the order after the first of these, so that not everybody starts with rank 0."""

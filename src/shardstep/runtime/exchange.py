@@ -9,7 +9,14 @@ import torch
 
 from shardstep.planning import Plan
 from shardstep.runtime.buffers import flat_messages, scattered_messages
-from shardstep.runtime.collectives import IN_PLACE_NBYTES, Channel, Gather, Message, make_gather, takes_many_messages
+from shardstep.runtime.collectives import (
+    IN_PLACE_NBYTES,
+    Channel,
+    Message,
+    finish_gathers,
+    make_gathers,
+    takes_many_messages,
+)
 
 
 class Exchange:
@@ -17,8 +24,8 @@ class Exchange:
 
     def __init__(self, channel: Channel, plan: Plan, params: Sequence[torch.Tensor], *, bucket_view: bool) -> None:
         self.buffers: list[list[torch.Tensor]] = []  # with bucket views: by bucket and rank
-        self._gathers: list[Gather] = []
         self._messages: list[Message] = []
+        buckets = []
         for bucket in plan.buckets:
             device = params[bucket.pieces[0].param].device
             rows: Sequence[Sequence[Message]]
@@ -28,8 +35,9 @@ class Exchange:
             else:
                 in_place = IN_PLACE_NBYTES if takes_many_messages(channel, device) else math.inf
                 rows = scattered_messages(bucket, params, in_place)
-            self._gathers.append(make_gather(channel, device, rows))
+            buckets.append((device, rows))
             self._messages.extend(message for row in rows for message in row)
+        self._gathers = make_gathers(channel, buckets)
 
     def prepare(self) -> None:
         """Raise if a parameter cannot travel as planned. Before anything is posted: a receive cannot be taken back."""
@@ -48,5 +56,4 @@ class Exchange:
 
     def finish(self) -> None:
         """Return when every parameter has arrived."""
-        for gather in self._gathers:
-            gather.finish()
+        finish_gathers(self._gathers)
