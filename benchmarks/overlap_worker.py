@@ -13,24 +13,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import FULL, LEARNING_RATE, TOY, Trainee, first_different_param
+from contenders import BATCH, EVEN, FULL, LEARNING_RATE, TOY, Trainee, first_different_param
 from drop_in_worker import from_all_ranks, in_turn, refuse, say
 from meters import count_calls, observe, slowest_rank_seconds
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.cli.demo.gpt import GPTConfig
 from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 
 WARM_UP_STEPS = 4  # DDP's buckets are final, and the overlapping optimizer knows them, in the fourth
 MOST_DIFFERENCE = 1e-4  # with more than two ranks: a sum of three or more depends on its order
 
+WORKLOADS = {"tied": (FULL, BATCH), "even": (EVEN, 16), "toy": (TOY, BATCH)}  # the model and the batch of each rank
+
 
 class SteppedAfter(Trainee):
     """The optimizer steps after the backward pass. DDP reduces with the same hook as in the contenders that overlap."""
 
-    def __init__(self, name: str, config: GPTConfig, *, sharded: bool) -> None:
-        super().__init__(name, config)
+    def __init__(self, name: str, workload: str, *, sharded: bool) -> None:
+        super().__init__(name, WORKLOADS[workload][0], batch=WORKLOADS[workload][1])
         self.model.register_comm_hook(None, allreduce_hook)
         params = self.model.parameters()
         self.optimizer = (
@@ -43,8 +44,8 @@ class SteppedAfter(Trainee):
 class SteppedInBackward(Trainee):
     """The backward pass steps; `wrap` is one of the hooks of shardstep.ddp_zero_hook."""
 
-    def __init__(self, name: str, config: GPTConfig, *, wrap: Callable[..., Any]) -> None:
-        super().__init__(name, config)
+    def __init__(self, name: str, workload: str, *, wrap: Callable[..., Any]) -> None:
+        super().__init__(name, WORKLOADS[workload][0], batch=WORKLOADS[workload][1])
         zero = ZeroRedundancyOptimizer(
             self.model.parameters(),
             torch.optim.AdamW,
@@ -59,19 +60,19 @@ class SteppedInBackward(Trainee):
         """Nothing is left to do."""
 
 
-def make_contenders(config: GPTConfig) -> list[Trainee]:
+def make_contenders(workload: str) -> list[Trainee]:
     """The first two are the bases of the ratios."""
     return [
-        SteppedAfter("AdamW", config, sharded=False),
-        SteppedAfter("sharded", config, sharded=True),
-        SteppedInBackward("overlap", config, wrap=hook_with_zero_step),
-        SteppedInBackward("interleaved", config, wrap=hook_with_zero_step_interleaved),
+        SteppedAfter("AdamW", workload, sharded=False),
+        SteppedAfter("sharded", workload, sharded=True),
+        SteppedInBackward("overlap", workload, wrap=hook_with_zero_step),
+        SteppedInBackward("interleaved", workload, wrap=hook_with_zero_step_interleaved),
     ]
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--toy", action="store_true", help="a model of 0.4 M parameters, to see that everything runs")
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="steps of one contender in a round")
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes its JSON")
@@ -138,7 +139,7 @@ def compare(contenders: list[Trainee]) -> dict[str, float]:
 def main() -> None:
     arguments = parse_arguments()
     dist.init_process_group("gloo")
-    contenders = make_contenders(TOY if arguments.toy else FULL)
+    contenders = make_contenders(arguments.workload)
     for contender in contenders:
         contender.train(WARM_UP_STEPS)
     result: dict[str, Any] = {

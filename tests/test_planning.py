@@ -19,6 +19,7 @@ shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=1
 groups = st.integers(0, 3)
 dtypes = st.sampled_from(["float32", "bfloat16", "complex64"])
 devices = st.sampled_from(["cpu:0", "cuda:0", "cuda:1"])
+layouts = st.sampled_from([Layout.WHOLE, Layout.FLAT])
 
 
 @st.composite
@@ -42,7 +43,7 @@ def simple(*shapes: tuple[int, ...]) -> list[ParamSpec]:
     return [ParamSpec(f"p{i}", shape, "float32", "cpu:0", 0) for i, shape in enumerate(shapes)]
 
 
-@given(spec_lists(), st.sampled_from(Layout), st.integers(1, 9), st.none() | st.integers(1, 400), st.integers(1, 16))
+@given(spec_lists(), layouts, st.integers(1, 9), st.none() | st.integers(1, 400), st.integers(1, 16))
 def test_every_element_has_exactly_one_holder(specs, layout, world_size, bucket_numel, alignment):
     plan = make_plan(specs, layout, world_size=world_size, bucket_numel=bucket_numel, alignment=alignment)
     assert find_problems(plan) == []
@@ -55,7 +56,7 @@ def test_every_element_has_exactly_one_holder(specs, layout, world_size, bucket_
     assert {piece.param for piece in plan.pieces} == set(range(len(specs)))
 
 
-@given(spec_lists(), st.sampled_from(Layout), st.integers(1, 9), st.integers(1, 400))
+@given(spec_lists(), layouts, st.integers(1, 9), st.integers(1, 400))
 def test_plans_are_equal_on_every_rank_and_survive_json(specs, layout, world_size, bucket_numel):
     plans = [make_plan(list(specs), layout, world_size=world_size, bucket_numel=bucket_numel) for _ in range(2)]
     assert plans[0] == plans[1]
@@ -92,15 +93,14 @@ def test_flat_gives_every_rank_within_one_alignment_unit_of_its_share(specs, wor
     plan = make_plan(specs, Layout.FLAT, world_size=world_size, bucket_numel=bucket_numel, alignment=alignment)
     share = sum(spec.numel for spec in specs) / world_size
     assert all(abs(held - share) <= alignment for held in plan.held())
-    for bucket in plan.buckets[:-1]:
-        assert len(set(bucket.splits)) == 1, "every bucket but the last takes the even form of a collective"
+    for piece in plan.pieces:
+        assert piece.start % alignment == 0, "a piece begins where a kernel begins a vector of the whole parameter"
     for bucket in plan.buckets:
-        cuts = list(itertools.accumulate(bucket.splits))[:-1]
-        assert all(cut % alignment == 0 or cut == bucket.numel for cut in cuts)
+        assert bucket.numel <= max((bucket_numel or bucket.numel) + alignment, 2 * alignment)
 
 
 def test_ten_elements_over_four_ranks():
-    assert make_plan(simple((10,)), Layout.FLAT, world_size=4).buckets[0].splits == (3, 3, 2, 2)
+    assert make_plan(simple((10,)), Layout.FLAT, world_size=4).buckets[0].splits == (2, 3, 3, 2)
     assert make_plan(simple((10,)), Layout.WHOLE, world_size=4).buckets[0].splits == (10, 0, 0, 0)
 
 
@@ -127,7 +127,7 @@ def test_frozen_parameters_have_a_holder_and_do_not_travel():
 
 
 def test_parameters_without_elements_and_more_ranks_than_elements():
-    for layout in Layout:
+    for layout in (Layout.WHOLE, Layout.FLAT):
         plan = make_plan(simple((0, 3), (), (0,)), layout, world_size=5)
         assert {piece.param for piece in plan.pieces} == {0, 1, 2}
         assert sum(plan.held()) == 1
@@ -211,7 +211,7 @@ def seconds_to_plan(params: int, world_size: int, layout: Layout) -> float:
     return min(once() for _ in range(3))
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", [Layout.WHOLE, Layout.FLAT])
 def test_ten_thousand_parameters_over_1024_ranks_take_less_than_a_second(layout):
     assert seconds_to_plan(10_000, 1024, layout) < 1.0
 

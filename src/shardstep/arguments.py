@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardstep.planning import ParamSpec, read_specs
 
@@ -102,3 +104,50 @@ def _check_memory(named: Sequence[tuple[ParamSpec, torch.Tensor]]) -> None:
 
 def _tensors(param_groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
     return [param for group in param_groups for param in group["params"]]
+
+
+def read_groups(model: nn.Module, groups: Any) -> list[dict[str, Any]]:
+    """The param groups of a model, with names; `groups` are dicts whose "params" are tensors, names or name patterns.
+
+    A parameter goes to the first group that asks for it. All parameters must be asked for, frozen ones excepted.
+    """
+    named = dict(model.named_parameters())
+    if not named:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to optimize")
+    if groups is None:
+        return [{"params": list(named.values()), "param_names": list(named)}]
+    name_of = {param: name for name, param in named.items()}
+    left = dict(named)
+    found: list[dict[str, Any]] = []
+    for number, group in enumerate(groups):
+        if not isinstance(group, dict) or "params" not in group:
+            raise TypeError(f'groups[{number}] must be a dict with "params", got {group!r}')
+        asked = group["params"]
+        wishes = [asked] if isinstance(asked, str | torch.Tensor) else list(asked)
+        names: list[str] = []
+        for wish in wishes:
+            names.extend(name for name in _matches(wish, number, named, name_of) if left.pop(name, None) is not None)
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        found.append({**options, "params": [named[name] for name in names], "param_names": names})
+    forgotten = [name for name, param in left.items() if param.requires_grad]
+    if forgotten:
+        raise ValueError(
+            f"no group has {', '.join(forgotten[:5])}{' and others' if len(forgotten) > 5 else ''}; "
+            'add a group {"params": "*"} for the rest, or freeze them with requires_grad_(False)'
+        )
+    return found
+
+
+def _matches(wish: Any, number: int, named: Mapping[str, Any], name_of: Mapping[Any, str]) -> list[str]:
+    if isinstance(wish, tuple) and len(wish) == 2:
+        wish = wish[1]
+    if isinstance(wish, torch.Tensor):
+        if wish not in name_of:
+            raise ValueError(f"groups[{number}] has a tensor of shape {tuple(wish.shape)} that is not in the model")
+        return [name_of[wish]]
+    if not isinstance(wish, str):
+        raise TypeError(f"groups[{number}]: params are tensors, names or patterns, got {torch.typename(wish)}")
+    found = [name for name in named if name == wish or fnmatchcase(name, wish)]
+    if not found:
+        raise ValueError(f"groups[{number}]: no parameter is called {wish!r}; the first is {next(iter(named))!r}")
+    return found

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
 from enum import Enum
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
 
 from shardstep.planning.spec import ParamSpec
 
@@ -17,6 +18,7 @@ class Layout(Enum):
         "whole"  # never: for optimizers that look at a whole matrix, and for torch's ZeroRedundancyOptimizer contract
     )
     FLAT = "flat"  # anywhere: perfectly balanced, for optimizers that treat every element alone
+    AUTO = "auto"  # a wish, not a layout: the finest that the optimizer tolerates; runtime/probe.py finds it
 
 
 def deal_whole(specs: Sequence[ParamSpec], world_size: int) -> list[tuple[int, int]]:
@@ -36,32 +38,42 @@ def deal_whole(specs: Sequence[ParamSpec], world_size: int) -> list[tuple[int, i
     return dealt
 
 
-def cut_evenly(numel: int, held: Sequence[int], alignment: int) -> list[int]:
-    """How many of `numel` consecutive elements each rank holds, given what each holds already.
+class FlatCuts:
+    """Parameters one behind the other, and the places where they may be cut.
 
-    Every cut lies at a multiple of `alignment`. Each rank gets the same number of units; those left over go one each
-    to the ranks that hold least. A last unit that is not full belongs to the last rank with elements: that rank must
-    be one of those that got one more, or it would fall more than a unit behind the others.
+    A place is an end of a parameter, or a multiple of `alignment` elements from its beginning: there a kernel that
+    takes several elements at a time begins anew anyway, so that every element is rounded as in the whole parameter.
     """
-    world_size = len(held)
-    units = -(-numel // alignment)
-    base, extra = divmod(units, world_size)
-    short = units * alignment - numel
-    order = sorted(range(world_size), key=lambda rank: (held[rank], rank))
-    if short and extra:
-        order.remove(world_size - 1)
-        order.insert(0, world_size - 1)
-    sizes = [base * alignment] * world_size
-    for rank in order[:extra]:
-        sizes[rank] += alignment
-    if short:
-        sizes[world_size - 1] -= short  # it holds at least one unit: base > 0, or it was first in `order`
-    return sizes
 
+    def __init__(self, numels: Sequence[int], alignment: int) -> None:
+        self._starts = list(accumulate(numels, initial=0))
+        self._alignment = alignment
+        self.total = self._starts.pop()
+        self._numels = list(numels)
 
-def flat_bucket_numel(bucket_numel: int | None, total: int, world_size: int, alignment: int) -> int:
-    """The size of every FLAT bucket but the last: a whole number of units per rank, so that its splits are equal."""
-    if bucket_numel is None:
-        return max(total, 1)
-    row = world_size * alignment
-    return max(bucket_numel // row, 1) * row
+    def buckets(self, bucket_numel: int | None) -> list[int]:
+        """The ends of buckets of about `bucket_numel` elements (None: one bucket), from 0 to the total."""
+        step = bucket_numel or max(self.total, 1)
+        inner = {self._nearest(place) for place in range(step, self.total, step)}
+        return [0, *sorted(inner - {0, self.total}), self.total]
+
+    def shares(self, start: int, stop: int, held: Sequence[int]) -> list[int]:
+        """How many of the elements [start, stop) each rank holds, in order, given what each holds already.
+
+        Every rank is brought as near to an equal share of everything so far as the places allow: what one bucket
+        rounds up the next rounds down.
+        """
+        share = (sum(held) + stop - start) / len(held)
+        wanted = accumulate((share - have for have in held), initial=float(start))
+        ends = [min(max(self._nearest(round(place)), start), stop) for place in wanted]
+        ends = [start, *accumulate(ends[1:-1], max), stop]
+        return [after - before for before, after in pairwise(ends)]
+
+    def _nearest(self, place: int) -> int:
+        if not 0 < place < self.total:
+            return place
+        param = bisect_right(self._starts, place) - 1
+        offset = place - self._starts[param]
+        below = offset // self._alignment * self._alignment
+        above = min(below + self._alignment, self._numels[param])
+        return self._starts[param] + (below if offset - below <= above - offset else above)

@@ -6,9 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 
-from shardstep.planning.layout import Layout, cut_evenly, deal_whole, flat_bucket_numel
+from shardstep.planning.layout import FlatCuts, Layout, deal_whole
 from shardstep.planning.spec import ParamSpec
 
 
@@ -118,19 +118,25 @@ def make_plan(
     bucket_numel: int | None = None,
     alignment: int = 1,
     holders: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
 ) -> Plan:
     """Share out `specs` over `world_size` ranks.
 
+    `order` is that in which the parameters lie in the buckets, by default that of `specs`.
+
     `holders[i]` is the rank that holds parameter i, where that was decided elsewhere (by DDP's buckets); WHOLE only.
     `bucket_numel` bounds what travels together (None: one bucket per dtype and device); a WHOLE parameter larger than
-    that travels alone. `alignment` is the number of elements between two places where FLAT may cut.
+    that travels alone. `alignment` is the number of elements between two places where FLAT may cut a parameter.
     """
     if world_size < 1 or alignment < 1 or (bucket_numel is not None and bucket_numel < 1):
         raise ValueError(
             f"world_size, alignment and bucket_numel must be at least 1, got {world_size}, {alignment}, {bucket_numel}"
         )
+    if layout is Layout.AUTO:
+        raise ValueError("Layout.AUTO is a wish: ask shardstep.runtime.probe which layout the optimizer tolerates")
     classes: dict[tuple[str, str, bool], list[int]] = {}
-    for index, spec in enumerate(specs):
+    for index in range(len(specs)) if order is None else order:
+        spec = specs[index]
         classes.setdefault((spec.device, spec.dtype, spec.trainable), []).append(index)
     if layout is Layout.WHOLE:
         dealt = deal_whole(specs, world_size) if holders is None else list(enumerate(holders))
@@ -172,18 +178,16 @@ def _flat_buckets(
 ) -> tuple[list[Bucket], list[Piece]]:
     """Each class is one flat range of elements, cut into equal buckets and each bucket into equal shares.
 
-    Bucket boundaries fall inside parameters: a bucket whose size is a multiple of the ranks splits evenly, and one
-    large embedding does not make one large message.
+    Bucket boundaries fall inside parameters: one large embedding does not make one large message.
     """
     held = [0] * world_size
     buckets: list[Bucket] = []
     parked: list[Piece] = []
     for (device, dtype, trainable), members in classes.items():
-        total = sum(specs[param].numel for param in members)
-        step = flat_bucket_numel(bucket_numel, total, world_size, alignment)
+        cuts = FlatCuts([specs[param].numel for param in members], alignment)
         shares: list[list[int]] = []
-        for start in range(0, max(total, 1), step):
-            shares.append(cut_evenly(min(step, total - start), held, alignment))
+        for start, stop in pairwise(cuts.buckets(bucket_numel)):
+            shares.append(cuts.shares(start, stop, held))
             held = [have + more for have, more in zip(held, shares[-1], strict=True)]
         for share, pieces in zip(shares, _cut_pieces(specs, members, shares), strict=True):
             if trainable:

@@ -1,4 +1,4 @@
-"""The order of a step that happens inside the backward pass: events in, bucket numbers out.
+"""The order in which buckets are reduced, stepped and sent: events in, bucket numbers out.
 
 DistributedDataParallel reduces its buckets one after the other, and calls its hook for each on the thread that runs the
 backward pass. What is issued there, in which order, must be the same on every rank, or the job hangs. So the order is a
@@ -7,6 +7,7 @@ function of bucket numbers alone: never of what has already arrived, which diffe
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -31,3 +32,38 @@ class StepOrder:
 
 AFTER_BACKWARD = StepOrder(lag=None)
 INTERLEAVED = StepOrder(lag=1)
+
+
+class LaunchOrder:
+    """Which buckets can be reduced, as gradients come: always in the order of the buckets, whatever comes first."""
+
+    def __init__(self, members: Sequence[Collection[int]]) -> None:
+        """`members[b]` are the parameters of which bucket b holds elements."""
+        self._sizes = [len(set(params)) for params in members]
+        self._buckets_of: dict[int, list[int]] = {}
+        for bucket, params in enumerate(members):
+            for param in set(params):
+                self._buckets_of.setdefault(param, []).append(bucket)
+        self.begin()
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._missing = list(self._sizes)
+        self._seen: set[int] = set()
+        self._next = 0
+
+    def ready(self, param: int) -> range:
+        """The buckets to reduce now that the gradient of `param` is there. It may come twice; the first time counts."""
+        if param not in self._seen:
+            self._seen.add(param)
+            for bucket in self._buckets_of.get(param, ()):
+                self._missing[bucket] -= 1
+        start = self._next
+        while self._next < len(self._missing) and self._missing[self._next] == 0:
+            self._next += 1
+        return range(start, self._next)
+
+    def flush(self) -> range:
+        """The buckets that are left at the end of the backward pass: gradients that did not come count as none."""
+        start, self._next = self._next, len(self._sizes)
+        return range(start, self._next)

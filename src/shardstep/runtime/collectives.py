@@ -305,6 +305,92 @@ class DirectGather:
         return [rank for rank in ranks if rank not in without]
 
 
+class Reduction(Protocol):
+    """A bucket of gradients on its way to the ranks that hold it."""
+
+    def finish(self) -> list[torch.Tensor]:
+        """This rank's range as every rank computed it, in rank order. Sums are taken by the caller, always alike."""
+
+
+def start_reduction(channel: Channel, chunks: Sequence[torch.Tensor], tag: int) -> Reduction:
+    """Send `chunks[r]` to rank r; they must not change before `finish`. `tag` is from `take_reduction_tag`."""
+    if takes_many_messages(channel, chunks[0].device):
+        return DirectReduction(channel, chunks, tag)
+    return ExchangedReduction(channel, chunks)
+
+
+def take_reduction_tag(channel: Channel) -> int:
+    """A tag that no other reduction or gather of this group uses. Called in the same order on every rank."""
+    return _take_tags(channel)
+
+
+class DirectReduction:
+    """Every rank sends to every other: half the bytes of Gloo's own reduce_scatter, which is an all-reduce inside."""
+
+    def __init__(self, channel: Channel, chunks: Sequence[torch.Tensor], tag: int) -> None:
+        own, count = channel.rank, channel.world_size
+        self._arrivals = [chunks[own] if rank == own else torch.empty_like(chunks[own]) for rank in range(count)]
+        self._work: list[Any] = []
+        for shift in range(1, count):
+            source, to = (own - shift) % count, (own + shift) % count
+            if chunks[own].numel():
+                landing = as_bytes(self._arrivals[source])
+                self._work.append(dist.irecv(landing, group=channel.group, group_src=source, tag=tag))
+            if chunks[to].numel():
+                self._work.append(dist.isend(as_bytes(chunks[to]), group=channel.group, group_dst=to, tag=tag))
+        self._chunks = chunks  # what is being sent must live
+
+    def finish(self) -> list[torch.Tensor]:
+        for work in self._work:
+            work.wait()
+        return self._arrivals
+
+
+class ExchangedReduction:
+    """One all-to-all: what NCCL's reduce-scatter moves, and it takes uneven ranges."""
+
+    def __init__(self, channel: Channel, chunks: Sequence[torch.Tensor]) -> None:
+        count, own = channel.world_size, chunks[channel.rank]
+        self._outgoing = torch.cat(list(chunks))
+        self._landing = own.new_empty(count * own.numel())
+        self._count = count
+        splits = [chunk.numel() for chunk in chunks]
+        self._work = dist.all_to_all_single(
+            self._landing, self._outgoing, [own.numel()] * count, splits, group=channel.group, async_op=True
+        )
+
+    def finish(self) -> list[torch.Tensor]:
+        self._work.wait()
+        return list(self._landing.chunk(self._count)) if self._landing.numel() else [self._landing] * self._count
+
+
+def broadcast_tensors(channel: Channel, tensors: Sequence[torch.Tensor], source: int) -> None:
+    """Give every rank the values of rank `source`, in place; tensors of one dtype and device share a message."""
+    classes: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        classes.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for members in classes.values():
+        for parts in plan_chunks([t.nbytes for t in members], limit=CHUNK_NBYTES, large=CHUNK_NBYTES):
+            whole = [members[span.tensor] for span in parts]
+            packed = torch.cat([as_bytes(t.reshape(-1))[s.start : s.stop] for t, s in zip(whole, parts, strict=True)])
+            dist.broadcast(packed, group=channel.group, group_src=source)
+            if channel.rank == source:
+                continue
+            for tensor, span, values in zip(
+                whole, parts, torch.split(packed, [s.stop - s.start for s in parts]), strict=True
+            ):
+                _write_bytes(tensor, span.start, values)
+
+
+def _write_bytes(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    if tensor.is_contiguous():
+        as_bytes(tensor.view(-1))[start : start + len(values)] = values
+        return
+    flat = tensor.contiguous().view(-1)
+    as_bytes(flat)[start : start + len(values)] = values
+    tensor.copy_(flat.view(tensor.shape))
+
+
 def send_tensors(channel: Channel, tensors: Sequence[torch.Tensor], to: int) -> None:
     """Send flat tensors to rank `to` in messages of at most CHUNK_NBYTES; they may lie on any device."""
     for parts in _messages(tensors):

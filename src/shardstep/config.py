@@ -1,0 +1,45 @@
+"""How the fast lane works: one value, given once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from shardstep.planning import Layout
+
+GRADIENTS = ("shard", "keep")
+GATHER = ("wait", "overlap")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """The defaults are right for most; each option is here because a measurement or a program needs the other choice.
+
+    layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors and takes the finest that is exact.
+    bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages.
+    gradients: "shard" leaves each rank its part, and `param.grad` None. "keep" leaves the whole mean in `param.grad`,
+        as DDP does, for programs that read it; that is half as many bytes again on the wire.
+    gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward.
+    reduce_dtype: of gradients on the wire, None for their own. Sums are taken in float32 or wider in any case.
+    sync_buffers: whether module buffers (running means) follow rank 0 before each forward, as under DDP.
+    """
+
+    layout: Layout = Layout.AUTO
+    bucket_mb: float = 16.0
+    gradients: Literal["shard", "keep"] = "shard"
+    gather: Literal["wait", "overlap"] = "wait"
+    reduce_dtype: torch.dtype | None = None
+    sync_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layout, Layout):
+            raise TypeError(f"layout must be a shardstep.Layout, got {self.layout!r}")
+        if not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be above 0, got {self.bucket_mb}")
+        for name, value, choices in (("gradients", self.gradients, GRADIENTS), ("gather", self.gather, GATHER)):
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
+            raise ValueError(f"reduce_dtype must be a floating dtype, got {self.reduce_dtype}")

@@ -1,0 +1,449 @@
+"""The fast lane: `shard(model, AdamW, lr=...)` takes the place of DistributedDataParallel and of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardstep.arguments import check_parameters, read_group, read_groups
+from shardstep.config import ShardConfig
+from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
+from shardstep.runtime.agreement import Claim, DeferredStepAgreement, Facts, StepAgreement, agree
+from shardstep.runtime.buffers import dense_view, move_out
+from shardstep.runtime.clip_guard import guard
+from shardstep.runtime.collectives import broadcast_tensors, finish_gathers, make_gathers, open_channel
+from shardstep.runtime.flat_memory import FlatMemory, RangeMessage
+from shardstep.runtime.forward_hooks import BufferSync, wait_before_use
+from shardstep.runtime.gradients import KeptGradients, ShardedGradients
+from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options
+from shardstep.runtime.norms import norms_by_parameter, total_norm
+from shardstep.runtime.parted_optimizer import PartedOptimizer
+from shardstep.runtime.probe import finest_layout
+from shardstep.state.resharding import Entry, cut_whole, join_entries, read_shard, reshard
+from shardstep.state.state_dict import check_state_dict, pack_groups
+
+ALIGNMENT_NBYTES = 64  # a range begins where a tensor of its own might: kernels round alike and run at full speed
+_GRADIENT = "shardstep.gradient"  # a gradient that moves with the state of its piece
+
+
+def shard(
+    model: nn.Module,
+    optimizer_class: type[Optimizer],
+    *,
+    groups: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    config: ShardConfig | None = None,
+    **defaults: Any,
+) -> ShardedOptimizer:
+    """Train `model` on all ranks of `process_group` with one copy of the optimizer's state between them.
+
+        opt = shardstep.shard(model, torch.optim.AdamW, lr=3e-4)
+        loss.backward(); opt.clip_grad_norm_(1.0); opt.step(); opt.zero_grad()
+
+    The model stays as it is: no wrapper. All ranks take the parameters and buffers of the group's first rank. `groups`
+    are param groups, whose "params" may be tensors, names or patterns ("*.bias"). `defaults` go to `optimizer_class`.
+    """
+    return ShardedOptimizer(model, optimizer_class, groups, process_group, config or ShardConfig(), defaults)
+
+
+class ShardedOptimizer(Optimizer):
+    """Made by `shard`. `param_groups` hold the model's own parameters; each rank steps an equal share of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[Optimizer],
+        groups: Any,
+        process_group: dist.ProcessGroup | None,
+        config: ShardConfig,
+        defaults: dict[str, Any],
+    ) -> None:
+        self._channel = open_channel(process_group, _accelerator_of(model))
+        self._model, self._class, self._config = model, optimizer_class, config
+        self._syncs = True
+        self._ready = False
+        failure, facts = None, Facts()
+        try:
+            facts = self._check(groups, defaults)
+        except Exception as error:
+            failure = error
+        agree(self._channel, Claim("shard(...)", failure, facts))
+        self._make_ranks_equal()
+        self._entries_to_load: dict[Piece, Entry] = {}
+        self._parked: dict[Piece, Entry] = {}  # state of frozen parameters
+        self._claimed = False
+        self._build_for(self._plan_for(_trainable(self.param_groups)))
+        self._agreement = (
+            StepAgreement(self._channel)
+            if self._channel.device.type == "cpu" or self._channel.world_size == 1
+            else DeferredStepAgreement(self._channel)
+        )
+        if config.sync_buffers:
+            self._buffer_sync = BufferSync(self._channel, model, lambda: self._syncs)
+        guard(self)
+        self._ready = True
+
+    def _check(self, groups: Any, defaults: dict[str, Any]) -> Facts:
+        check_optimizer_class(self._class, self._channel.world_size)
+        chosen = read_groups(self._model, groups)
+        check_parameters(chosen, allow_mixed_dtypes=True)
+        # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
+        empty = build(self._class, [{**g, "params": [], "param_names": []} for g in chosen], defaults, {})
+        super().__init__(chosen, dict(empty.defaults))
+        self._defaults = defaults
+        self._layout = self._choose_layout()
+        return Facts([*map(str, read_specs(self.param_groups)), str(self._config), str(self._layout)])
+
+    def _choose_layout(self) -> Layout:
+        device = self._params[0].device
+        finest, reason = finest_layout(self._class, self._defaults, self.param_groups, device)
+        if self._config.layout is Layout.AUTO:
+            return finest
+        if self._config.layout is Layout.FLAT and finest is not Layout.FLAT:
+            raise ValueError(f"Layout.FLAT is not safe here: {reason}. Use Layout.AUTO or Layout.WHOLE")
+        return self._config.layout
+
+    @torch.no_grad()
+    def _make_ranks_equal(self) -> None:
+        if self._channel.world_size > 1:
+            broadcast_tensors(self._channel, [*self._model.parameters(), *self._model.buffers()], source=0)
+
+    # -- the plan, and everything that is made from it ----------------------------------------------------------------
+
+    @property
+    def _params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _plan_for(self, trainable: Sequence[bool]) -> Plan:
+        specs = read_specs(self.param_groups, trainable)
+        bucket_nbytes = self._config.bucket_mb * 1e6
+        itemsize = max((param.element_size() for param in self._params), default=4)
+        # Gradients come from the last layer to the first, and so lie the buckets.
+        return make_plan(
+            specs,
+            self._layout,
+            world_size=self._channel.world_size,
+            bucket_numel=max(int(bucket_nbytes / itemsize), 1),
+            alignment=ALIGNMENT_NBYTES // min((param.element_size() for param in self._params), default=4),
+            order=range(len(specs))[::-1],
+        )
+
+    def _build_for(self, plan: Plan) -> None:
+        """Memory, hooks and local optimizers for a plan; the state of its pieces is in `_entries_to_load`."""
+        self._plan, self._facts = plan, Facts(map(str, plan.params))
+        params, rank = self._params, self._channel.rank
+        self._memory = FlatMemory(plan, params)
+        self._own = [memory.pieces[rank] for memory in self._memory.buckets]
+        self._tensors = [
+            list(map(self._tensor_of, memory.pieces[rank], memory.values[rank])) for memory in self._memory.buckets
+        ]
+        self._local = self._make_local([tensor for row in self._tensors for tensor in row])
+        self._load_entries()
+        self._parted = PartedOptimizer(self._local, self._tensors, self._make_part)
+        self._parted.reload()
+        self._gathers = make_gathers(
+            self._channel,
+            [(memory.device, [[RangeMessage(values)] for values in memory.ranges]) for memory in self._memory.buckets],
+        )
+        self._arriving: set[int] = set()
+        kind = KeptGradients if self._config.gradients == "keep" else ShardedGradients
+        wire_dtype = self._config.reduce_dtype
+        self._gradients = kind(self._channel, plan, self._memory, params, self._model, wire_dtype, lambda: self._syncs)
+        buckets_of: dict[torch.Tensor, list[int]] = {}
+        for number, bucket in enumerate(plan.buckets):
+            for piece in bucket.pieces:
+                buckets_of.setdefault(params[piece.param], []).append(number)
+        self._forward_hooks = (
+            wait_before_use(self._model, buckets_of, self._wait_for, self.synchronize)
+            if self._config.gather == "overlap"
+            else []
+        )
+
+    def _tensor_of(self, piece: Piece, values: torch.Tensor) -> torch.Tensor:
+        """What the local optimizer steps: the parameter in its own shape, or a flat range of it.
+
+        A scalar keeps its shape in any layout: its state then looks like that of the plain optimizer.
+        """
+        whole = self._layout is Layout.WHOLE or self._plan.params[piece.param].shape == ()
+        return (self._memory.homes[piece.param] if whole else values).detach().requires_grad_()
+
+    def _make_local(self, tensors: Sequence[torch.Tensor]) -> Optimizer:
+        pieces = [piece for row in self._own for piece in row]
+        groups = [{key: value for key, value in g.items() if key != "param_names"} for g in self.param_groups]
+        for number, group in enumerate(groups):
+            members = [i for i, piece in enumerate(pieces) if self._plan.params[piece.param].group == number]
+            group["params"] = [tensors[i] for i in members]
+        names = {tensor: self._plan.params[piece.param].name for tensor, piece in zip(tensors, pieces, strict=True)}
+        return build(self._class, groups, self._defaults, names)
+
+    def _make_part(self, groups: list[dict[str, Any]]) -> Optimizer:
+        make: Callable[..., Optimizer] = self._class
+        return make(groups, **self._defaults)
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.synchronize()
+        self._agreement.begin()
+        self._take_in_late_gradients()
+        self._memory.adopt(self._params)
+        failure = self._step_and_send()
+        trainable = _trainable(self.param_groups)
+        changed = trainable != [spec.trainable for spec in self._plan.params]
+        facts = Facts(map(str, read_specs(self.param_groups, trainable))) if changed else self._facts
+        self._agreement.claim(Claim("step", failure, facts), changed)
+        self._claimed = True
+        if self._config.gather == "wait" or changed or failure is not None:
+            self.synchronize()
+        if changed:
+            self._replan(trainable)
+        return loss
+
+    def _take_in_late_gradients(self) -> None:
+        late = self._gradients.settle()
+        if not any(late):
+            return
+        if any(flag and not spec.trainable for flag, spec in zip(late, self._plan.params, strict=True)):
+            # Unfrozen since the last step: it has a gradient, and no place in the plan.
+            trainable = _trainable(self.param_groups)
+            agree(self._channel, Claim("step", None, Facts(map(str, read_specs(self.param_groups, trainable)))))
+            self._replan(trainable)
+        self._gradients.reduce_late(late)
+
+    def _step_and_send(self) -> Exception | None:
+        """Bucket by bucket: one is on its way while the next is stepped. Returns what failed on this rank."""
+        failure: Exception | None = None
+        self._parted.begin(self.param_groups)
+        for gather in self._gathers:
+            gather.expect()
+        for bucket, gather in enumerate(self._gathers):
+            try:
+                gradients = self._gradients.of_bucket(bucket)
+                if failure is None:
+                    shaped = [
+                        None if gradient is None else dense_view(gradient, 0, tensor)
+                        for gradient, tensor in zip(gradients, self._tensors[bucket], strict=True)
+                    ]
+                    self._parted.step(bucket, shaped)
+            except Exception as error:  # the others wait for what this rank sends; all raise together at the end
+                failure = error
+            gather.send()
+        self._parted.end(self.param_groups)
+        self._arriving = set(range(len(self._gathers)))
+        return failure
+
+    def synchronize(self) -> None:
+        """Return when the weights of the last step are complete; raise if a rank failed in it.
+
+        With `gather="overlap"` call it before anything but the model's own forward reads or writes the weights.
+        """
+        self._wait_for(sorted(self._arriving))
+        if self._claimed:
+            self._claimed = False
+            self._agreement.finish()
+
+    def _wait_for(self, buckets: Sequence[int]) -> None:
+        waiting = [bucket for bucket in buckets if bucket in self._arriving]
+        if waiting:
+            finish_gathers([self._gathers[bucket] for bucket in waiting])
+            self._arriving.difference_update(waiting)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients: this rank's part of the mean, and whatever `no_sync` has left in `param.grad`."""
+        self._gradients.clear(to_none=set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes send nothing; their gradients add up in `param.grad` until one outside."""
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
+        """The norm of the mean gradient of every parameter, by name; the same on every rank. One small exchange."""
+        self._settle_gradients()
+        pieces = [(piece.param, gradient) for piece, gradient in self._gradients.present()]
+        norms = norms_by_parameter(self._channel, pieces, len(self._plan.params), norm_type)
+        return {spec.name: norm for spec, norm in zip(self._plan.params, norms, strict=True) if spec.trainable}
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns what it was."""
+        if self._config.gradients == "keep":
+            return torch.nn.utils.clip_grad_norm_(self._params, max_norm, norm_type, error_if_nonfinite)
+        self._settle_gradients()
+        norm = total_norm(self._channel, [gradient for _, gradient in self._gradients.present()], norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped; "
+                "pass error_if_nonfinite=False to scale by it anyway"
+            )
+        factor = max_norm / (norm + 1e-6)
+        if not factor >= 1.0:  # nan too, as torch's
+            self._gradients.scale(factor)
+        return torch.tensor(norm)
+
+    def _settle_gradients(self) -> None:
+        """All gradients are reduced, also those that came late."""
+        self._take_in_late_gradients()
+
+    def holds_gradient_of(self, param: torch.Tensor) -> bool:
+        """Whether `param` has a gradient that torch's functions do not see."""
+        return self._gradients.hides(param)
+
+    # -- other plans --------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; on all ranks. State and gradients that move to another rank are sent there."""
+        if not self._ready:  # torch.optim.Optimizer's constructor
+            super().add_param_group(param_group)
+            return
+        self.synchronize()
+        failure, facts = None, Facts()
+        before = list(self.param_groups)
+        try:
+            group = read_group(param_group)
+            names = {param: name for name, param in self._model.named_parameters()}
+            group["param_names"] = group.get("param_names") or [
+                names.get(param, f"param_groups[{len(before)}]['params'][{place}]")
+                for place, param in enumerate(group["params"])
+            ]
+            super().add_param_group(group)
+            check_parameters(self.param_groups, allow_mixed_dtypes=True)
+            if self._choose_layout() is not self._layout:
+                raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
+            facts = Facts(map(str, read_specs(self.param_groups)))
+        except Exception as error:
+            failure = error
+        try:
+            agree(self._channel, Claim("add_param_group", failure, facts))
+        except Exception:
+            self.param_groups = before
+            raise
+        with torch.no_grad():
+            broadcast_tensors(self._channel, self.param_groups[-1]["params"], source=0)
+        self._replan(_trainable(self.param_groups))
+
+    def _replan(self, trainable: Sequence[bool]) -> None:
+        """Make a new plan and move what changes its holder. Called on all ranks, which have agreed on `trainable`."""
+        self._gradients.settle()
+        old, entries = self._plan, self._entries()
+        for piece, gradient in self._gradients.present():
+            entries[piece] = {**entries.get(piece, {}), _GRADIENT: gradient}
+        used = self._gradients.used
+        plan = self._plan_for(trainable)
+        moved = reshard(self._channel, old, plan, entries)
+        gradients = {piece: entry.pop(_GRADIENT) for piece, entry in moved.items() if _GRADIENT in entry}
+        self._gradients.remove_hooks()
+        for handle in self._forward_hooks:
+            handle.remove()
+        buffers = [values for memory in self._memory.buckets for values in memory.ranges]
+        self._entries_to_load = {piece: entry for piece, entry in moved.items() if entry}
+        self._build_for(plan)
+        move_out((p for p, travels in zip(self._params, trainable, strict=True) if not travels), buffers)
+        self._gradients.take_over(gradients, used)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def _entries(self) -> dict[Piece, Entry]:
+        """The state of every piece that this rank holds and has stepped, also of frozen ones."""
+        live = {
+            piece: dict(self._local.state[tensor])
+            for pieces, tensors in zip(self._own, self._tensors, strict=True)
+            for piece, tensor in zip(pieces, tensors, strict=True)
+            if self._local.state.get(tensor)
+        }
+        return {**self._parked, **live}
+
+    def _load_entries(self) -> None:
+        """Give the local optimizer the state in `_entries_to_load`; what belongs to frozen parameters is put aside."""
+        place = {tensor: i for i, tensor in enumerate(p for g in self._local.param_groups for p in g["params"])}
+        entries = self._entries_to_load
+        state = {
+            place[tensor]: entries.pop(piece)
+            for pieces, tensors in zip(self._own, self._tensors, strict=True)
+            for piece, tensor in zip(pieces, tensors, strict=True)
+            if piece in entries
+        }
+        self._parked, self._entries_to_load = entries, {}
+        self._local.load_state_dict({"state": state, "param_groups": self._local.state_dict()["param_groups"]})
+
+    @property
+    def state(self) -> Any:
+        """This rank's state by parameter: flat, the elements it holds, in order. To look at; writing has no effect."""
+        params = self._params
+        found: dict[torch.Tensor, list[tuple[Piece, Entry]]] = {}
+        for piece, entry in sorted(self._entries().items(), key=lambda item: (item[0].param, item[0].start)):
+            found.setdefault(params[piece.param], []).append((piece, entry))
+        return {
+            param: join_entries([entry for _, entry in rows], [piece.numel for piece, _ in rows])
+            for param, rows in found.items()
+        }
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch.optim.Optimizer's constructor sets an empty one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state and all options. `load_state_dict` takes it on as many ranks as it was saved on."""
+        self.synchronize()
+        params = self._params
+        place = {param: i for i, param in enumerate(params)}
+        return {
+            "state": {place[param]: entry for param, entry in self.state.items()},
+            "param_groups": pack_groups(self.param_groups),
+            "shardstep": {"plan": self._plan.to_json(), "rank": self._channel.rank},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank, or the state_dict of the plain optimizer. On all ranks."""
+        self.synchronize()
+        failure, plan = None, self._plan
+        entries: dict[Piece, Entry] = {}
+        before = [{**group} for group in self.param_groups]
+        try:
+            if "shardstep" in state_dict:
+                plan, entries = read_shard(state_dict, self._channel.rank, self._plan)
+            else:
+                sizes = [len(group["params"]) for group in self.param_groups]
+                keys = check_state_dict(state_dict, self._plan.params, sizes, type(self._local))
+                flat = self._layout is Layout.FLAT
+                entries = cut_whole(state_dict["state"], keys, self._plan, self._channel.rank, flat=flat)
+            copy_options(state_dict["param_groups"], self.param_groups)
+        except Exception as error:
+            failure = error
+        try:
+            agree(self._channel, Claim("load_state_dict", failure, Facts([plan.digest()])))
+        except Exception:
+            copy_options(before, self.param_groups)
+            raise
+        self._entries_to_load = copy.deepcopy(reshard(self._channel, plan, self._plan, entries))
+        self._load_entries()
+        self._parted.reload()
+
+
+def _trainable(param_groups: Sequence[Mapping[str, Any]]) -> list[bool]:
+    return [bool(param.requires_grad) for group in param_groups for param in group["params"]]
+
+
+def _accelerator_of(model: nn.Module) -> torch.device | None:
+    """The device for messages where the backend takes no CPU tensors."""
+    return next((param.device for param in model.parameters() if param.device.type != "cpu"), None)

@@ -1,0 +1,116 @@
+"""Parameters as views of flat buffers, one for each dtype and device, in which every bucket of a plan is one range."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardstep.planning import Bucket, Piece, Plan
+from shardstep.runtime.buffers import DEVICE_ALIGNMENT_NBYTES as ALIGNMENT_NBYTES
+from shardstep.runtime.buffers import dense_view, storage_order
+
+
+@dataclass(frozen=True, slots=True)
+class BucketMemory:
+    """One bucket of a plan, and where its values lie."""
+
+    bucket: Bucket
+    ranges: tuple[
+        torch.Tensor, ...
+    ]  # flat, of each rank; what lies between two parameters is no one's, and travels too
+    pieces: tuple[tuple[Piece, ...], ...]  # of each rank
+    values: tuple[tuple[torch.Tensor, ...], ...]  # flat, of each of those pieces
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranges[0].device
+
+
+class RangeMessage:
+    """One rank's range of a bucket, sent and received where it lies; a `collectives.Message`."""
+
+    needs_memory = False
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self.nbytes = values.nbytes
+
+    def prepare(self) -> None:
+        """Nothing can go wrong here."""
+
+    def outgoing(self) -> torch.Tensor:
+        return self._values
+
+    def landing(self) -> torch.Tensor:
+        return self._values
+
+    def landed(self, values: torch.Tensor) -> None:
+        """The parameters are views of it."""
+
+
+class FlatMemory:
+    """The memory of a plan. A parameter that is cut lies in one run all the same: its buckets are neighbours.
+
+    Every parameter begins at a multiple of 64 bytes, as one of its own would: kernels then round as they do there.
+    """
+
+    def __init__(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+        self.homes: dict[int, torch.Tensor] = {}  # of every parameter that travels: its view
+        classes: dict[tuple[str, str], list[Bucket]] = {}
+        for bucket in plan.buckets:
+            classes.setdefault((bucket.device, bucket.dtype), []).append(bucket)
+        memory: dict[int, BucketMemory] = {}
+        for members in classes.values():
+            sample = params[members[0].pieces[0].param]
+            unit = max(ALIGNMENT_NBYTES // sample.element_size(), 1)
+            places, total = _places([piece for bucket in members for piece in bucket.pieces], unit)
+            values = torch.zeros(total, dtype=sample.dtype, device=sample.device)
+            for piece, start in places.items():
+                if piece.start == 0:
+                    self.homes[piece.param] = dense_view(values, start, params[piece.param])
+            for bucket in members:
+                memory[id(bucket)] = _bucket_memory(bucket, places, values, plan.world_size)
+        self.buckets = [memory[id(bucket)] for bucket in plan.buckets]
+        self.adopt(params)
+
+    def adopt(self, params: Sequence[torch.Tensor]) -> None:
+        """Make the parameters views of the buffers; again, if the program has given one other memory since."""
+        for index, view in self.homes.items():
+            param = params[index]
+            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
+                if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+                    raise RuntimeError(
+                        f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device} became one of shape "
+                        f"{tuple(param.shape)}, {param.dtype} on {param.device}; call shard(...) after model.to(...)"
+                    )
+                view.copy_(param.detach())
+                param.data = view
+
+
+def _places(pieces: Sequence[Piece], unit: int) -> tuple[dict[Piece, int], int]:
+    """Where each piece begins, and where the last ends."""
+    places: dict[Piece, int] = {}
+    end = 0
+    for piece in pieces:
+        if piece.start == 0:
+            end = -(-end // unit) * unit
+        places[piece] = end
+        end += piece.numel
+    return places, end
+
+
+def _bucket_memory(bucket: Bucket, places: dict[Piece, int], values: torch.Tensor, world_size: int) -> BucketMemory:
+    rows: list[list[Piece]] = [[] for _ in range(world_size)]
+    for piece in bucket.pieces:
+        rows[piece.rank].append(piece)
+    ranges = [values[places[row[0]] : places[row[-1]] + row[-1].numel] if row else values[:0] for row in rows]
+    flat = [[values[places[piece] : places[piece] + piece.numel] for piece in row] for row in rows]
+    return BucketMemory(bucket, tuple(ranges), tuple(map(tuple, rows)), tuple(map(tuple, flat)))
+
+
+def flat_gradient(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The elements of `gradient` in the order in which those of `param` lie in memory."""
+    order = storage_order(param)
+    return gradient.detach().permute(order).reshape(-1)

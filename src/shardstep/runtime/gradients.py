@@ -1,0 +1,192 @@
+"""The mean of all ranks' gradients: each rank's own part of it, or all of it in `param.grad` as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from shardstep.planning import Piece, Plan
+from shardstep.runtime.collectives import Channel, finish_gathers, make_gathers
+from shardstep.runtime.flat_memory import FlatMemory, RangeMessage, flat_gradient
+from shardstep.runtime.hooks import BackwardHooks
+from shardstep.runtime.reducer import GradientReducer
+
+
+class ShardedGradients:
+    """`param.grad` is None after backward; this rank's part of the mean lies in `reducer.shards`."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        plan: Plan,
+        memory: FlatMemory,
+        params: Sequence[torch.Tensor],
+        model: nn.Module,
+        wire_dtype: torch.dtype | None,
+        syncs: Callable[[], bool],
+    ) -> None:
+        del plan
+        self._channel, self._memory, self._params = channel, memory, params
+        self.reducer = GradientReducer(channel, memory, params, wire_dtype)
+        self._place = {param: place for place, param in enumerate(params)}
+        self._travels = set(memory.homes)
+        self._own = [bucket.pieces[channel.rank] for bucket in memory.buckets]
+        self._used: list[bool] = [False] * len(params)
+        self._hooks = BackwardHooks(model, params, self.reducer, syncs, self._after_pass)
+
+    def _after_pass(self) -> None:
+        """A backward pass has ended on this rank; its reductions may still run."""
+
+    def remove_hooks(self) -> None:
+        self._hooks.remove()
+
+    def settle(self) -> list[bool]:
+        """Which gradients came too late to be reduced, on any rank; raises on all if a backward pass failed on one."""
+        self._hooks.recover()
+        self._used, late, failed = self.reducer.settle()
+        if failed:
+            self.reducer.drop()
+            raise RuntimeError(
+                f"the backward pass failed on ranks {failed}, so there is no mean gradient; their own errors say why. "
+                "Call zero_grad() on all ranks and go on with the next batch"
+            )
+        return late
+
+    def reduce_late(self, late: Sequence[bool]) -> None:
+        self.reducer.reduce_late()
+        self._used = [used or more for used, more in zip(self._used, late, strict=True)]
+
+    def of_bucket(self, bucket: int) -> list[torch.Tensor | None]:
+        """The mean gradients of this rank's pieces, flat; None where no rank has used the parameter."""
+        shard = self.reducer.land(bucket)
+        pieces = self._own[bucket]
+        if shard is None:
+            return [None] * len(pieces)
+        parts = _split(shard, pieces)
+        return [part if self._used[piece.param] else None for piece, part in zip(pieces, parts, strict=True)]
+
+    def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Every piece of this rank that has a gradient."""
+        for bucket, pieces in enumerate(self._own):
+            for piece, gradient in zip(pieces, self.of_bucket(bucket), strict=True):
+                if gradient is not None:
+                    yield piece, gradient
+
+    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[bool]) -> None:
+        """Shards that were reduced under an earlier plan."""
+        self._used = [*used, *[False] * (len(self._params) - len(used))]
+        self.reducer.take_over(self._used)
+        if any(self._used):
+            for bucket, (memory, pieces) in enumerate(zip(self._memory.buckets, self._own, strict=True)):
+                sample = memory.ranges[self._channel.rank]
+                shard = sample.new_zeros(sum(piece.numel for piece in pieces))
+                for piece, part in zip(pieces, _split(shard, pieces), strict=True):
+                    if piece in gradients:
+                        part.copy_(gradients[piece].reshape(-1))
+                self.reducer.shards[bucket] = shard
+
+    @property
+    def used(self) -> list[bool]:
+        return self._used
+
+    def scale(self, factor: float) -> None:
+        shards = [shard for shard in self.reducer.shards if shard is not None and shard.numel()]
+        if shards:
+            torch._foreach_mul_(shards, factor)
+
+    def clear(self, *, to_none: bool) -> None:
+        self._hooks.recover()
+        for param in self._params:
+            if param.grad is not None:
+                if to_none:
+                    param.grad = None
+                else:
+                    param.grad.detach_().zero_()
+        if to_none:
+            self.reducer.drop()
+            self._used = [False] * len(self._params)
+        else:
+            self.reducer.zero()
+
+    def hides(self, param: torch.Tensor) -> bool:
+        """Whether `param` has a gradient that is not in `param.grad`."""
+        place = self._place.get(param)
+        return place in self._travels and param.grad is None and self.reducer.holds_anything()
+
+
+class KeptGradients(ShardedGradients):
+    """The mean stays in `param.grad` on every rank, as under DDP; what is there when `step` is called is stepped."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        plan: Plan,
+        memory: FlatMemory,
+        params: Sequence[torch.Tensor],
+        model: nn.Module,
+        wire_dtype: torch.dtype | None,
+        syncs: Callable[[], bool],
+    ) -> None:
+        super().__init__(channel, plan, memory, params, model, wire_dtype, syncs)
+        self._means = [torch.empty_like(param.detach()) for param in params]
+        self._mean_memory = FlatMemory(plan, self._means)
+        self._gathers = make_gathers(
+            channel,
+            [
+                (bucket.device, [[RangeMessage(values)] for values in bucket.ranges])
+                for bucket in self._mean_memory.buckets
+            ],
+        )
+
+    def _after_pass(self) -> None:
+        late = self.settle()
+        if any(place in self._travels for place, flag in enumerate(late) if flag):
+            self.reduce_late(late)
+        # Nothing may be received into memory that is still being sent: all reductions end before the first gather.
+        for bucket in range(len(self._own)):
+            self.reducer.land(bucket)
+        for gather in self._gathers:
+            gather.expect()
+        for bucket, gather in enumerate(self._gathers):
+            shard = self.reducer.shards[bucket]
+            assert shard is not None, "a pass reduces every bucket"
+            own = self._mean_memory.buckets[bucket].values[self._channel.rank]
+            for values, part in zip(own, _split(shard, self._own[bucket]), strict=True):
+                values.copy_(part)
+            self.reducer.shards[bucket] = None
+            gather.send()
+        finish_gathers(self._gathers)
+        for place in self._travels:
+            if self._used[place]:
+                self._params[place].grad = self._means[place]
+
+    def settle(self) -> list[bool]:
+        return super().settle() if self.reducer.unsettled() else [self._is_new(i) for i in range(len(self._params))]
+
+    def _is_new(self, place: int) -> bool:
+        """Unfrozen since the plan was made, and has a gradient of its own."""
+        param = self._params[place]
+        return place not in self._travels and param.requires_grad and param.grad is not None
+
+    def of_bucket(self, bucket: int) -> list[torch.Tensor | None]:
+        found: list[torch.Tensor | None] = []
+        for piece in self._own[bucket]:
+            param = self._params[piece.param]
+            flat = None if param.grad is None else flat_gradient(param, param.grad)
+            found.append(None if flat is None else flat[piece.start : piece.stop])
+        return found
+
+    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[bool]) -> None:
+        """The gradients themselves are in `param.grad`."""
+        super().take_over({}, used)
+        self.reducer.shards = [None] * len(self._own)
+
+    def hides(self, param: torch.Tensor) -> bool:
+        del param
+        return False
+
+
+def _split(values: torch.Tensor, pieces: Sequence[Piece]) -> Sequence[torch.Tensor]:
+    return torch.split(values, [piece.numel for piece in pieces]) if pieces else ()

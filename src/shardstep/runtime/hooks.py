@@ -1,0 +1,104 @@
+"""From autograd to the reducer: which gradient is there, and when a backward pass is over.
+
+[Note: the outermost pass] The end of a pass is a callback that autograd runs for the graph on which it was queued. With
+reentrant checkpointing a backward pass runs others inside itself, and a callback queued from a parameter's hook would
+end with the inner one, too early. So it is queued when the gradient of the model's output comes, which is always in the
+outermost; from a parameter's hook only where the loss does not go through the model's forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardstep.runtime.reducer import GradientReducer
+
+
+class BackwardHooks:
+    """Tells `reducer` of the gradients of `params`, by their place; `done` is called at the end of a reduced pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[torch.Tensor],
+        reducer: GradientReducer,
+        syncs: Callable[[], bool],
+        done: Callable[[], None],
+    ) -> None:
+        self._reducer = reducer
+        self._syncs = syncs  # whether gradients are reduced now: not inside no_sync()
+        self._done = done
+        self._armed = False
+        # The hooks live as long as the parameters; a reference to this object would keep it alive as long.
+        me = weakref.ref(self)
+        self._handles: list[RemovableHandle] = [
+            param.register_post_accumulate_grad_hook(_when_ready(me, place))  # type: ignore[no-untyped-call]
+            for place, param in enumerate(params)
+            if param.requires_grad
+        ]
+        self._handles.append(model.register_forward_hook(_when_called(me)))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def ready(self, place: int) -> None:
+        if self._syncs():
+            self.arm()
+            self._reducer.ready(place)
+
+    def arm(self) -> None:
+        """Queue the end of the pass that runs now."""
+        if not self._armed:
+            self._armed = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        self._armed = False
+        if self._reducer.open:
+            self._reducer.end()
+            self._done()
+
+    def recover(self) -> None:
+        """If a backward pass has raised half-way, end it: the other ranks wait for the rest of its messages."""
+        if self._armed and not in_backward():
+            self._armed = False
+            self._reducer.end(failed=True)
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _when_ready(hooks: weakref.ref[BackwardHooks], place: int) -> Callable[[torch.Tensor], None]:
+    def ready(param: torch.Tensor) -> None:
+        del param
+        target = hooks()
+        if target is not None:
+            target.ready(place)
+
+    return ready
+
+
+def _when_called(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any, Any], None]:
+    def watch(output: torch.Tensor) -> None:
+        def arm(gradient: torch.Tensor) -> None:
+            del gradient
+            target = hooks()
+            if target is not None and target._syncs():
+                target.arm()
+
+        output.register_hook(arm)  # type: ignore[no-untyped-call]
+
+    def called(module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        for leaf in torch.utils._pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                watch(leaf)
+
+    return called
