@@ -27,7 +27,7 @@ class ShardConfig:
     """
 
     layout: Layout = Layout.AUTO
-    bucket_mb: float = 16.0
+    bucket_mb: float = 25.0
     gradients: Literal["shard", "keep"] = "shard"
     gather: Literal["wait", "overlap"] = "wait"
     reduce_dtype: torch.dtype | None = None

@@ -28,6 +28,7 @@ from shardstep.runtime.flat_memory import FlatMemory, flat_gradient
 
 # How many buckets may be on the wire before backward waits for the oldest: each needs memory for what arrives.
 IN_FLIGHT = 3
+SUM_BLOCK = 64 * 1024  # elements: what several ranks sent fits into a core's own cache
 
 
 class GradientReducer:
@@ -125,7 +126,7 @@ class GradientReducer:
     def _land(self, bucket: int) -> None:
         arrivals = self._flying.pop(bucket).finish()
         sample = self._params[self._buckets[bucket].pieces[0].param]
-        total = _mean(arrivals).to(sample.dtype)
+        total = _mean(arrivals, self._channel.rank).to(sample.dtype)
         before = self.shards[bucket]
         self.shards[bucket] = total if before is None else before.add_(total)
 
@@ -192,15 +193,22 @@ class GradientReducer:
         self._used, self._records = used, records
 
 
-def _mean(arrivals: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Summed in rank order, in float32 at least: the result does not depend on who came first."""
+def _mean(arrivals: Sequence[torch.Tensor], own: int) -> torch.Tensor:
+    """Summed in rank order, in float32 at least: the result does not depend on who came first.
+
+    In memory that arrived, and block by block, so that the division finds what the sum has just written in the cache.
+    """
     if len(arrivals) == 1:
         return arrivals[0]
-    wide = torch.promote_types(arrivals[0].dtype, torch.float32)
-    total = torch.add(arrivals[0].to(wide), arrivals[1].to(wide))
-    for arrival in arrivals[2:]:
-        total.add_(arrival.to(wide))
-    return total.div_(len(arrivals))
+    wide = [arrival.to(torch.promote_types(arrival.dtype, torch.float32)) for arrival in arrivals]
+    first, second, *rest = wide if own != 0 else [wide[1], wide[0], *wide[2:]]  # a + b is b + a, to the bit
+    block = SUM_BLOCK if first.device.type == "cpu" else max(first.numel(), 1)
+    for start in range(0, first.numel(), block):
+        total = first[start : start + block]
+        for addend in (second, *rest):
+            total.add_(addend[start : start + block])
+        total.div_(len(arrivals))
+    return first
 
 
 def _any(rows: Sequence[bytes]) -> list[bool]:
