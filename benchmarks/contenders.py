@@ -54,7 +54,7 @@ class Trainee:
         self.name = name
         self.frozen_share = freeze_a_sixth(model) if frozen else 0.0
         self.model = DistributedDataParallel(model)
-        self._batches = _batches(config, batch)
+        self._batches = batches(config, batch)
         self._next = next(self._batches)
 
     def forward_backward(self) -> None:
@@ -93,7 +93,7 @@ class Contender(Trainee):
         self.optimizer.consolidate_state_dict(to=TARGET_RANK)
 
 
-def _batches(config: GPTConfig, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(config: GPTConfig, batch: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(SEED + 1 + dist.get_rank())
     while True:
         tokens = torch.randint(config.vocab, (batch, config.block + 1), generator=generator)

@@ -62,6 +62,15 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}; these benchmarks need Linux's /proc")
 
 
+def resident_bytes(*, peak: bool = False) -> int:
+    """Of this process: now, or the most since `start_of_peak`."""
+    return _status_bytes("VmHWM" if peak else "VmRSS")
+
+
+def start_of_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to what is resident now
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """What one action cost this rank; `loopback` is the machine's."""
@@ -78,7 +87,7 @@ def _observe_once(action: Callable[[], object]) -> Observation:
     ctypes.CDLL(None).malloc_trim(0)
     # The outer barriers keep a fast rank's next action out of a slow rank's readings.
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to what is resident now
+    start_of_peak()
     resident, loopback, before = _status_bytes("VmRSS"), _loopback_bytes(), _socket_totals()
     dist.barrier()
     start = time.perf_counter()

@@ -1,0 +1,224 @@
+"""Time, bytes and memory of `shardstep.shard`, against DDP with AdamW, torch's ZeroRedundancyOptimizer and FSDP2.
+
+All train a GPT of 30 M parameters (64 % of them one tied embedding), batch 2 per rank, in the same processes, in turn;
+what counts is the ratio within a round. "fused" is AdamW(fused=True); torch ZeRO has bucket views, its best setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from drop_in_tables import megabytes
+from hosts import linked_hosts, run_on_hosts, why_impossible
+from report import SPREAD_COLUMNS, Grid, Report, Spread, Target, make_console
+
+EPILOG = """\
+It starts its own ranks; run it from the root of the repository on an otherwise idle machine:
+
+  python benchmarks/fast_lane.py            2 and 4 ranks over loopback: about seven minutes on two cores, 12 GB
+  python benchmarks/fast_lane.py --hosts 4 --rate 1gbit    4 hosts with slow links: two minutes; needs root, iproute2
+  python benchmarks/fast_lane.py --quick    a toy model on 2 ranks, seconds: shows that everything runs
+
+Results go to benchmarks/results/fast_lane.md and .json (--hosts: fast_lane_hosts.md and .json; --quick: the same names
+in benchmarks/results/quick/, which git ignores).
+Exit status: 0 if every target is met, 1 if one is not, 2 if a rank failed, the contenders disagree, or hosts cannot be
+made.
+"""
+
+METHOD = """\
+Gloo, one thread per rank; {network}. All train in the same processes, in turn; a ratio is that of two blocks of one
+round. A time is that of the slowest rank, from a barrier on. Memory comes from launches of one contender each: the
+peak of resident memory while it trains, over that of the process before the model was made."""
+
+ON_ONE_MACHINE = ("DDP", "DDP fused", "torch ZeRO", "torch ZeRO fused", "FSDP2", "shardstep", "shardstep fused")
+ON_HOSTS = ("DDP fused", "torch ZeRO fused", "shardstep fused", "shardstep fused, overlap")
+WEIGHED = ("DDP", "shardstep")
+BASE_OF = {"shardstep": "DDP", "shardstep fused": "DDP fused"}
+LIMITS = {("shardstep", 2): 0.90, ("shardstep", 4): 0.85, ("shardstep fused", 2): 1.00, ("shardstep fused", 4): 0.97}
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process group of the benchmark; without rounds it weighs the memory of one contender."""
+
+    ranks: int
+    contenders: tuple[str, ...]
+    rate: str | None
+    rounds: int
+    steps: int
+    toy: bool
+
+    @property
+    def title(self) -> str:
+        where = f"{self.ranks} ranks" if self.rate is None else f"{self.ranks} hosts, {self.rate}"
+        return where if self.rounds else f"{where}, memory of {self.contenders[0]}"
+
+    def command(self, out: Path) -> list[str]:
+        worker = str(Path(__file__).with_name("fast_lane_worker.py"))
+        counts = ["--rounds", str(self.rounds), "--steps", str(self.steps), *(["--toy"] if self.toy else [])]
+        return [worker, "--contenders", *self.contenders, *counts, "--out", str(out)]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=None, help="world sizes to run (default: 2 4)")
+    parser.add_argument("--hosts", type=int, default=None, help="one rank on each of so many hosts, instead of --ranks")
+    parser.add_argument("--rate", default="1gbit", help="of a host's link, as tc writes it (default: 1gbit)")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds per launch (default: 10; with --hosts 8)")
+    parser.add_argument("--quick", action="store_true", help="toy model, 2 ranks, 2 rounds; numbers mean nothing")
+    return parser.parse_args()
+
+
+def launches(arguments: argparse.Namespace) -> Iterator[Launch]:
+    quick = arguments.quick
+    if arguments.hosts:
+        yield Launch(arguments.hosts, ON_HOSTS, arguments.rate, arguments.rounds or (2 if quick else 8), 1, quick)
+        return
+    for ranks in arguments.ranks or ([2] if quick else [2, 4]):
+        yield Launch(ranks, ON_ONE_MACHINE, None, arguments.rounds or (2 if quick else 10), 2, quick)
+        for name in WEIGHED:
+            yield Launch(ranks, (name,), None, 0, 1, quick)
+
+
+def run(launch: Launch, out: Path) -> Result:
+    """Start the ranks, wait, and read what rank 0 wrote."""
+    if launch.rate is not None:
+        with linked_hosts(launch.ranks, launch.rate):
+            run_on_hosts([sys.executable, *launch.command(out)], launch.ranks)
+    else:
+        starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.ranks)]
+        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run([*starter, *launch.command(out)], env=os.environ | settings, check=False)
+        if done.returncode and not out.exists():  # Gloo may abort at exit, when everything is written
+            raise RuntimeError(f"the ranks ended with status {done.returncode}; see above")
+    result: Result = json.loads(out.read_text())
+    return result | {"title": launch.title, "contenders": launch.contenders}
+
+
+def ratio(result: Result, ours: str, base: str) -> Spread:
+    seconds = result["step_seconds"]
+    return Spread.of([mine / theirs for mine, theirs in zip(seconds[ours], seconds[base], strict=True)])
+
+
+def time_grid(results: Sequence[Result]) -> Grid:
+    rows = []
+    for result in results:
+        base = result["contenders"][0]
+        for name, seconds in result["step_seconds"].items():
+            sent = [rank["sent"] for rank in result["traffic"][name]["step"]]
+            calls = result["traffic"][name]["calls"]
+            counts = [str(max(rank[kind] for rank in calls)) for kind in ("collectives", "messages")]
+            of_ideal = fmean(sent) / ideal_bytes(result)
+            times = (f"{Spread.of(seconds).median:.3f}", *ratio(result, name, base).cells())
+            rows.append((result["title"], name, *times, megabytes(max(sent)), f"{of_ideal:.3f}", *counts))
+    columns = ("", "contender", "median s", *(f"{c}" for c in SPREAD_COLUMNS), "MB sent, max", "of DDP's", "collectives", "messages")  # fmt: skip # noqa: E501
+    note = (
+        "A full step. Median, quartiles and extremes are of the ratio to the first contender of the launch. MB sent is "
+        "TCP payload by TCP_INFO of the rank that sends most; 'of DDP's' is the mean over 2(N-1)/N of the parameters' "
+        "bytes. Collectives and messages are the c10d operators in the profiler, of the rank with most."
+    )
+    return Grid("A full training step", note, columns, tuple(rows), labels=2)
+
+
+def ideal_bytes(result: Result) -> float:
+    ranks = result["ranks"]
+    return float(2 * (ranks - 1) / ranks * result["parameter_bytes"])
+
+
+def memory_grid(results: Sequence[Result]) -> Grid:
+    rows = tuple(
+        (r["title"], r["contenders"][0], megabytes(max(r["memory"]["peak"])), megabytes(min(r["memory"]["peak"])))
+        for r in results
+    )
+    note = "Peak of resident memory while training, over that before the model was made; the rank with most, and least."
+    return Grid("Memory", note, ("", "contender", "MB, most", "MB, least"), rows, labels=2)
+
+
+def saved_share(timed: Result, weighed: Sequence[Result]) -> float:
+    """What is saved, over what sharding gradients and AdamW's two moments should save."""
+    peak = {r["contenders"][0]: max(r["memory"]["peak"]) for r in weighed if r["ranks"] == timed["ranks"]}
+    should = 3 * timed["parameter_bytes"] * (1 - 1 / timed["ranks"])
+    return float((peak["DDP"] - peak["shardstep"]) / should)
+
+
+def all_targets(timed: Sequence[Result], weighed: Sequence[Result]) -> Iterator[Target]:
+    for result in timed:
+        title, hosts = result["title"], "hosts" in result["title"]
+        ours = "shardstep fused" if hosts else "shardstep"
+        sent = max(rank["sent"] for rank in result["traffic"][ours]["step"])
+        yield Target(f"bytes sent, of 2(N-1)/N of the parameters', {title}", 1.02, sent / ideal_bytes(result))
+        if hosts:
+            best, overlapped = "shardstep fused", "shardstep fused, overlap"
+            yield Target(f"{best} / torch ZeRO fused, {title}", 0.60, ratio(result, best, "torch ZeRO fused").median)
+            yield Target(f"{best} / DDP fused, {title}", 1.00, ratio(result, best, "DDP fused").median)
+            yield Target(f"{overlapped} / DDP fused, {title}", 0.90, ratio(result, overlapped, "DDP fused").median)
+            continue
+        for name, base in BASE_OF.items():
+            limit = LIMITS.get((name, result["ranks"]))
+            if limit is not None:
+                yield Target(f"{name} / {base}, {title}", limit, ratio(result, name, base).median)
+        for peer in ("torch ZeRO fused", "FSDP2"):
+            yield Target(f"shardstep fused / {peer}, {title}", 1.0, ratio(result, "shardstep fused", peer).median, strict=True)  # fmt: skip # noqa: E501
+        yield Target(f"memory not saved, of what should be, {title}", 0.15, 1 - saved_share(result, weighed))
+
+
+def lower_bound(result: Result, rate: str) -> str:
+    """Wire time alone, at link rate."""
+    bits = {"gbit": 1e9, "mbit": 1e6}[rate.lstrip("0123456789.")] * float(rate.rstrip("gmbit"))
+    return f"{ideal_bytes(result) * 8 / bits:.2f} s"
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    console = make_console()
+    if arguments.hosts and (reason := why_impossible()):
+        console.print(reason)
+        return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # or a terminated run would leave its hosts behind
+    planned = list(launches(arguments))
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, launch in enumerate(planned, start=1):
+            console.print(f"[bold]launch {number} of {len(planned)}: {launch.title}")
+            try:
+                results.append(run(launch, Path(folder) / f"{number}.json"))
+            except RuntimeError as error:
+                console.print(f"{launch.title}: {error}", style="red", markup=False)
+                return 2
+    timed = [result for result in results if "step_seconds" in result]
+    weighed = [result for result in results if "memory" in result]
+    network = "links of network namespaces on one machine" if arguments.hosts else "all ranks on one machine's loopback"
+    method = METHOD.format(network=network)
+    if arguments.hosts:
+        bound = lower_bound(timed[0], arguments.rate)
+        method += (
+            f"\n\nLower bound: all bytes of DDP or shardstep take {bound} at link rate; forward overlaps with none."
+        )
+    report = Report(
+        name="fast_lane_hosts" if arguments.hosts else "fast_lane",
+        title="The fast lane: shardstep.shard" + (", on slow links" if arguments.hosts else ""),
+        method=method,
+        grids=(time_grid(timed), *([memory_grid(weighed)] if weighed else [])),
+        targets=tuple(all_targets(timed, weighed)),
+        raw={"launches": results},
+    )
+    return report.publish(console, quick=arguments.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
