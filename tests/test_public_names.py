@@ -25,7 +25,8 @@ BEHAVIOURS = [
 
 
 def test_public_names():
-    assert shardstep.__all__ == ["ZeroRedundancyOptimizer"]
+    assert shardstep.__all__ == ["Layout", "ShardConfig", "ShardedOptimizer", "ZeroRedundancyOptimizer", "shard"]
+    assert all(getattr(shardstep, name) is not None for name in shardstep.__all__)
     assert set(dir(shardstep)) >= {"ZeroRedundancyOptimizer", "__version__"}
     assert shardstep.ZeroRedundancyOptimizer is drop_in.ZeroRedundancyOptimizer
     assert shardstep.__version__ == metadata.version("shardstep")
