@@ -6,7 +6,8 @@ import argparse
 import ctypes
 import gc
 import json
-import time
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -168,8 +169,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(result))
     dist.barrier()
-    time.sleep(0.1)
-    dist.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)  # Gloo's threads sometimes crash a process that used DDP when the interpreter ends
 
 
 if __name__ == "__main__":

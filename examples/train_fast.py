@@ -1,6 +1,6 @@
 """Train with shardstep.shard: no DistributedDataParallel, one copy of the optimizer's state.
 
-    torchrun --standalone --nproc-per-node 2 examples/train_fast.py
+torchrun --standalone --nproc-per-node 2 examples/train_fast.py
 """
 
 from __future__ import annotations

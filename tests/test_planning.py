@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shardstep.planning import Bucket, Layout, ParamSpec, Piece, Plan, find_problems, make_plan
 from shardstep.planning.chunks import plan_chunks
+from shardstep.planning.schedule import LaunchOrder
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=12)
 groups = st.integers(0, 3)
@@ -219,3 +220,37 @@ def test_ten_thousand_parameters_over_1024_ranks_take_less_than_a_second(layout)
 def test_cost_does_not_grow_with_the_number_of_ranks():
     # A scan over the ranks for every parameter would take 64 times as long for 64 times the ranks; a heap takes twice.
     assert seconds_to_plan(5_000, 4096, Layout.WHOLE) < 8 * seconds_to_plan(5_000, 64, Layout.WHOLE)
+
+
+def gpt2() -> list[ParamSpec]:
+    """GPT-2's 124 M parameters: a tied embedding, positions, twelve blocks."""
+    shapes = [(50_257, 768), (1024, 768)]
+    for _ in range(12):
+        shapes += [(768,), (768,), (768, 2304), (2304,), (768, 768), (768,), (768,), (768,), (768, 3072), (3072,)]
+        shapes += [(3072, 768), (768,)]
+    return simple(*shapes, (768,), (768,))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64, 1024])
+def test_flat_shares_of_gpt2_are_within_one_percent(world_size):
+    plan = make_plan(gpt2(), Layout.FLAT, world_size=world_size, bucket_numel=6_250_000, alignment=16)
+    assert max(plan.held()) <= 1.01 * sum(spec.numel for spec in plan.params) / world_size
+
+
+@given(spec_lists(one_class=True), st.randoms(use_true_random=False), st.integers(1, 5), st.integers(1, 60))
+def test_buckets_are_launched_once_each_and_in_order(specs, random, world_size, bucket_numel):
+    plan = make_plan(specs, Layout.FLAT, world_size=world_size, bucket_numel=bucket_numel)
+    order = LaunchOrder([[piece.param for piece in bucket.pieces] for bucket in plan.buckets])
+    for _ in range(2):
+        order.begin()
+        coming = [index for index in range(len(specs)) if random.random() < 0.8]
+        random.shuffle(coming)
+        launched: list[int] = []
+        seen: set[int] = set()
+        for param in [*coming, *coming[:2]]:
+            seen.add(param)
+            for bucket in order.ready(param):
+                assert {piece.param for piece in plan.buckets[bucket].pieces} <= seen
+                launched.append(bucket)
+        launched.extend(order.flush())
+        assert launched == list(range(len(plan.buckets)))

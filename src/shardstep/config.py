@@ -23,7 +23,7 @@ class ShardConfig:
         as DDP does, for programs that read it; that is half as many bytes again on the wire.
     gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward.
     reduce_dtype: of gradients on the wire, None for their own. Sums are taken in float32 or wider in any case.
-    sync_buffers: whether module buffers (running means) follow rank 0 before each forward, as under DDP.
+    sync_buffers: whether module buffers (running means) follow rank 0 in every step.
     """
 
     layout: Layout = Layout.AUTO

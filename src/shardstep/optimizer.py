@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,16 +22,17 @@ from shardstep.runtime.buffers import dense_view, move_out
 from shardstep.runtime.clip_guard import guard
 from shardstep.runtime.collectives import broadcast_tensors, finish_gathers, make_gathers, open_channel
 from shardstep.runtime.flat_memory import FlatMemory, RangeMessage
-from shardstep.runtime.forward_hooks import BufferSync, wait_before_use
+from shardstep.runtime.forward_hooks import wait_before_use
 from shardstep.runtime.gradients import KeptGradients, ShardedGradients
 from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options
 from shardstep.runtime.norms import norms_by_parameter, total_norm
 from shardstep.runtime.parted_optimizer import PartedOptimizer
 from shardstep.runtime.probe import finest_layout
-from shardstep.state.resharding import Entry, cut_whole, join_entries, read_shard, reshard
+from shardstep.state.resharding import Entry, cut_whole, join_entries, on_device_of, read_shard, reshard
 from shardstep.state.state_dict import check_state_dict, pack_groups
 
 ALIGNMENT_NBYTES = 64  # a range begins where a tensor of its own might: kernels round alike and run at full speed
+_owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedOptimizer]] = weakref.WeakKeyDictionary()
 _GRADIENT = "shardstep.gradient"  # a gradient that moves with the state of its piece
 
 
@@ -76,18 +78,18 @@ class ShardedOptimizer(Optimizer):
         except Exception as error:
             failure = error
         agree(self._channel, Claim("shard(...)", failure, facts))
+        self._take_the_model()
         self._make_ranks_equal()
         self._entries_to_load: dict[Piece, Entry] = {}
         self._parked: dict[Piece, Entry] = {}  # state of frozen parameters
         self._claimed = False
-        self._build_for(self._plan_for(_trainable(self.param_groups)))
+        self._closed = False
+        self._build_together(self._plan_for(_trainable(self.param_groups)), "shard(...)")
         self._agreement = (
             StepAgreement(self._channel)
             if self._channel.device.type == "cpu" or self._channel.world_size == 1
             else DeferredStepAgreement(self._channel)
         )
-        if config.sync_buffers:
-            self._buffer_sync = BufferSync(self._channel, model, lambda: self._syncs)
         guard(self)
         self._ready = True
 
@@ -110,6 +112,24 @@ class ShardedOptimizer(Optimizer):
         if self._config.layout is Layout.FLAT and finest is not Layout.FLAT:
             raise ValueError(f"Layout.FLAT is not safe here: {reason}. Use Layout.AUTO or Layout.WHOLE")
         return self._config.layout
+
+    def _take_the_model(self) -> None:
+        """A model has one owner. The hooks of an earlier one would take the gradients away from this one."""
+        earlier = _owner_of.get(self._model)
+        owner = None if earlier is None else earlier()
+        if owner is not None:
+            owner.close()
+        _owner_of[self._model] = weakref.ref(self)
+
+    def close(self) -> None:
+        """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
+        if self._closed:
+            return
+        self.synchronize()
+        self._gradients.remove_hooks()
+        for handle in self._forward_hooks:
+            handle.remove()
+        self._closed = True
 
     @torch.no_grad()
     def _make_ranks_equal(self) -> None:
@@ -136,8 +156,18 @@ class ShardedOptimizer(Optimizer):
             order=range(len(specs))[::-1],
         )
 
-    def _build_for(self, plan: Plan) -> None:
-        """Memory, hooks and local optimizers for a plan; the state of its pieces is in `_entries_to_load`."""
+    def _build_together(self, plan: Plan, action: str) -> None:
+        """Build on all ranks, or raise on all: a rank may be refused a parameter that others do not hold."""
+        failure = None
+        try:
+            self._build_local(plan)
+        except Exception as error:
+            failure = error
+        agree(self._channel, Claim(action, failure, Facts()))
+        self._connect(plan)
+
+    def _build_local(self, plan: Plan) -> None:
+        """Memory and local optimizers for a plan; the state of its pieces is in `_entries_to_load`."""
         self._plan, self._facts = plan, Facts(map(str, plan.params))
         params, rank = self._params, self._channel.rank
         self._memory = FlatMemory(plan, params)
@@ -149,9 +179,14 @@ class ShardedOptimizer(Optimizer):
         self._load_entries()
         self._parted = PartedOptimizer(self._local, self._tensors, self._make_part)
         self._parted.reload()
+
+    def _connect(self, plan: Plan) -> None:
+        """What talks to other ranks. Its messages are told apart by counting, so all ranks get here, or none."""
+        params = self._params
         self._gathers = make_gathers(
             self._channel,
             [(memory.device, [[RangeMessage(values)] for values in memory.ranges]) for memory in self._memory.buckets],
+            relay=self._config.gather == "wait",
         )
         self._arriving: set[int] = set()
         kind = KeptGradients if self._config.gradients == "keep" else ShardedGradients
@@ -196,9 +231,12 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._closed:
+            raise RuntimeError("this optimizer was closed: shard(...) was called again on its model, or close()")
         self.synchronize()
         self._agreement.begin()
         self._take_in_late_gradients()
+        self._sync_buffers()
         self._memory.adopt(self._params)
         failure = self._step_and_send()
         trainable = _trainable(self.param_groups)
@@ -211,6 +249,17 @@ class ShardedOptimizer(Optimizer):
         if changed:
             self._replan(trainable)
         return loss
+
+    @torch.no_grad()
+    def _sync_buffers(self) -> None:
+        """Running means and the like follow rank 0.
+
+        DDP does this in forward. Here it would be a collective that nobody sees: an evaluation on rank 0 alone, which
+        under DDP goes round the wrapper, would hang.
+        """
+        buffers = list(self._model.buffers()) if self._config.sync_buffers and self._channel.world_size > 1 else []
+        if buffers:
+            broadcast_tensors(self._channel, buffers, source=0)
 
     def _take_in_late_gradients(self) -> None:
         late = self._gradients.settle()
@@ -225,7 +274,7 @@ class ShardedOptimizer(Optimizer):
 
     def _step_and_send(self) -> Exception | None:
         """Bucket by bucket: one is on its way while the next is stepped. Returns what failed on this rank."""
-        failure: Exception | None = None
+        failure = self._why_not_to_step()
         self._parted.begin(self.param_groups)
         for gather in self._gathers:
             gather.expect()
@@ -244,6 +293,15 @@ class ShardedOptimizer(Optimizer):
         self._parted.end(self.param_groups)
         self._arriving = set(range(len(self._gathers)))
         return failure
+
+    def _why_not_to_step(self) -> Exception | None:
+        unsent = [self._plan.params[place].name for place in self._gradients.unsent()]
+        if not unsent:
+            return None
+        return RuntimeError(
+            f"{unsent[0]} and {len(unsent) - 1} other parameters have gradients that were never reduced: run the last "
+            "backward pass before step() outside no_sync(), and set no param.grad yourself"
+        )
 
     def synchronize(self) -> None:
         """Return when the weights of the last step are complete; raise if a rank failed in it.
@@ -357,7 +415,7 @@ class ShardedOptimizer(Optimizer):
             handle.remove()
         buffers = [values for memory in self._memory.buckets for values in memory.ranges]
         self._entries_to_load = {piece: entry for piece, entry in moved.items() if entry}
-        self._build_for(plan)
+        self._build_together(plan, "a new plan")
         move_out((p for p, travels in zip(self._params, trainable, strict=True) if not travels), buffers)
         self._gradients.take_over(gradients, used)
 
@@ -374,17 +432,17 @@ class ShardedOptimizer(Optimizer):
         return {**self._parked, **live}
 
     def _load_entries(self) -> None:
-        """Give the local optimizer the state in `_entries_to_load`; what belongs to frozen parameters is put aside."""
-        place = {tensor: i for i, tensor in enumerate(p for g in self._local.param_groups for p in g["params"])}
+        """Give the local optimizer the state in `_entries_to_load`; what belongs to frozen parameters is put aside.
+
+        As it is: torch's `load_state_dict` would cast it to the parameter's dtype, and state may be wider on purpose.
+        """
         entries = self._entries_to_load
-        state = {
-            place[tensor]: entries.pop(piece)
-            for pieces, tensors in zip(self._own, self._tensors, strict=True)
-            for piece, tensor in zip(pieces, tensors, strict=True)
-            if piece in entries
-        }
+        for pieces, tensors in zip(self._own, self._tensors, strict=True):
+            for piece, tensor in zip(pieces, tensors, strict=True):
+                if piece in entries:
+                    group = self.param_groups[self._plan.params[piece.param].group]
+                    self._local.state[tensor] = on_device_of(tensor, entries.pop(piece), group)
         self._parked, self._entries_to_load = entries, {}
-        self._local.load_state_dict({"state": state, "param_groups": self._local.state_dict()["param_groups"]})
 
     @property
     def state(self) -> Any:
@@ -425,8 +483,8 @@ class ShardedOptimizer(Optimizer):
             else:
                 sizes = [len(group["params"]) for group in self.param_groups]
                 keys = check_state_dict(state_dict, self._plan.params, sizes, type(self._local))
-                flat = self._layout is Layout.FLAT
-                entries = cut_whole(state_dict["state"], keys, self._plan, self._channel.rank, flat=flat)
+                flat = self._params if self._layout is Layout.FLAT else None
+                entries = cut_whole(state_dict["state"], keys, self._plan, self._channel.rank, flat)
             copy_options(state_dict["param_groups"], self.param_groups)
         except Exception as error:
             failure = error
@@ -436,6 +494,7 @@ class ShardedOptimizer(Optimizer):
             copy_options(before, self.param_groups)
             raise
         self._entries_to_load = copy.deepcopy(reshard(self._channel, plan, self._plan, entries))
+        self._local.state.clear()
         self._load_entries()
         self._parted.reload()
 

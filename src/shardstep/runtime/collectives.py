@@ -148,13 +148,17 @@ class Gather(Protocol):
 
 
 def make_gathers(
-    channel: Channel, buckets: Sequence[tuple[torch.device, Sequence[Sequence[Message]]]]
+    channel: Channel, buckets: Sequence[tuple[torch.device, Sequence[Sequence[Message]]]], *, relay: bool = True
 ) -> Sequence[Gather]:
-    """One gather for each bucket: the device of its parameters, and the messages of each rank."""
+    """One gather for each bucket: the device of its parameters, and the messages of each rank.
+
+    Without `relay` every rank sends to all others itself: for gathers that ranks finish when each likes, so that none
+    would wait for another to pass something on.
+    """
     load = [0] * channel.world_size  # of a whole step: what a rank sends in one bucket it may spare in the next
     for _, rows in buckets:
         for rank, row in enumerate(rows):
-            load[rank] += sum(message.nbytes for message in row)
+            load[rank] += sum(message.nbytes for message in row) if relay else 0
     return [
         DirectGather(channel, rows, load) if takes_many_messages(channel, device) else BroadcastGather(channel, rows)
         for device, rows in buckets

@@ -112,5 +112,6 @@ def _bucket_memory(bucket: Bucket, places: dict[Piece, int], values: torch.Tenso
 
 def flat_gradient(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The elements of `gradient` in the order in which those of `param` lie in memory."""
-    order = storage_order(param)
-    return gradient.detach().permute(order).reshape(-1)
+    flat = gradient.detach().permute(storage_order(param)).reshape(-1)
+    # A single element may have any stride, and the wire takes bytes that lie side by side.
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)

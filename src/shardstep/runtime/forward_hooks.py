@@ -1,4 +1,4 @@
-"""What happens round a module's forward: weights that are still arriving are waited for, and buffers follow rank 0."""
+"""Weights that are still arriving are waited for before a module uses them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardstep.runtime.collectives import Channel, broadcast_tensors
-
-
-class BufferSync:
-    """Module buffers, as DistributedDataParallel keeps them: rank 0's, before a forward that follows a training one."""
-
-    def __init__(self, channel: Channel, model: nn.Module, syncs: Callable[[], bool]) -> None:
-        self._channel = channel
-        self._model = weakref.ref(model)
-        self._syncs = syncs
-        self._due = True
-        self._handle = model.register_forward_pre_hook(_calling(self.before_forward))
-
-    def before_forward(self) -> None:
-        model = self._model()
-        if model is None:
-            return
-        buffers = list(model.buffers())
-        if self._due and buffers and self._channel.world_size > 1:
-            with torch.no_grad():
-                broadcast_tensors(self._channel, buffers, source=0)
-        self._due = torch.is_grad_enabled() and self._syncs()
-
 
 def wait_before_use(
     model: nn.Module,
@@ -40,11 +17,18 @@ def wait_before_use(
     wait: Callable[[Sequence[int]], None],
     wait_for_all: Callable[[], None],
 ) -> list[RemovableHandle]:
-    """Before a module's forward wait for the buckets of its own parameters, and before its state_dict for all."""
+    """Before a module's forward wait for the buckets of its parameters, and before its state_dict for all.
+
+    A module with parameters of its own may use those of modules inside it without calling them (nn.MultiheadAttention
+    does): it waits for theirs too. Without gradients, as in an evaluation, the model waits for everything.
+    """
     handles: list[RemovableHandle] = []
+    handles.append(model.register_forward_pre_hook(_before_evaluation(weakref.WeakMethod(wait_for_all))))
     waiting, waiting_for_all = weakref.WeakMethod(wait), weakref.WeakMethod(wait_for_all)
     for module in model.modules():
-        needed = sorted({bucket for param in module.parameters(recurse=False) for bucket in buckets_of.get(param, ())})
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        needed = sorted({bucket for param in module.parameters() for bucket in buckets_of.get(param, ())})
         if needed:
             handles.append(module.register_forward_pre_hook(_waiting(waiting, needed)))
             before_reading = _calling_weakly(waiting_for_all)
@@ -62,21 +46,19 @@ def _waiting(wait: weakref.ref[Any], buckets: Sequence[int]) -> Callable[[nn.Mod
     return before_forward
 
 
+def _before_evaluation(wait_for_all: weakref.ref[Any]) -> Callable[[nn.Module, Any], None]:
+    def before_forward(module: nn.Module, inputs: Any) -> None:
+        del module, inputs
+        target = wait_for_all()
+        if target is not None and not torch.is_grad_enabled():
+            target()
+
+    return before_forward
+
+
 def _calling_weakly(target: weakref.ref[Any]) -> Callable[..., None]:
     def call(*_: Any) -> None:
         found = target()
-        if found is not None:
-            found()
-
-    return call
-
-
-def _calling(method: Callable[[], None]) -> Callable[[nn.Module, Any], None]:
-    weak = weakref.WeakMethod(method)
-
-    def call(module: nn.Module, inputs: Any) -> None:
-        del module, inputs
-        found = weak()
         if found is not None:
             found()
 

@@ -57,6 +57,7 @@ class ShardedGradients:
     def reduce_late(self, late: Sequence[bool]) -> None:
         self.reducer.reduce_late()
         self._used = [used or more for used, more in zip(self._used, late, strict=True)]
+        self.reducer.take_over(self._used)
 
     def of_bucket(self, bucket: int) -> list[torch.Tensor | None]:
         """The mean gradients of this rank's pieces, flat; None where no rank has used the parameter."""
@@ -66,6 +67,10 @@ class ShardedGradients:
             return [None] * len(pieces)
         parts = _split(shard, pieces)
         return [part if self._used[piece.param] else None for piece, part in zip(pieces, parts, strict=True)]
+
+    def unsent(self) -> list[int]:
+        """Parameters whose gradient was never reduced, once all passes are settled."""
+        return [place for place in sorted(self._travels) if self._params[place].grad is not None]
 
     def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Every piece of this rank that has a gradient."""
@@ -130,7 +135,11 @@ class KeptGradients(ShardedGradients):
         syncs: Callable[[], bool],
     ) -> None:
         super().__init__(channel, plan, memory, params, model, wire_dtype, syncs)
-        self._means = [torch.empty_like(param.detach()) for param in params]
+        self._means = [
+            torch.empty_like(param.detach()) if place in memory.homes else param.new_empty(0)
+            for place, param in enumerate(params)
+        ]
+        self._late = [False] * len(params)
         self._mean_memory = FlatMemory(plan, self._means)
         self._gathers = make_gathers(
             channel,
@@ -141,9 +150,19 @@ class KeptGradients(ShardedGradients):
         )
 
     def _after_pass(self) -> None:
-        late = self.settle()
-        if any(place in self._travels for place, flag in enumerate(late) if flag):
-            self.reduce_late(late)
+        self._late = ShardedGradients.settle(self)
+        if any(place in self._travels for place, flag in enumerate(self._late) if flag):
+            super().reduce_late(self._late)
+        self._spread()
+
+    def reduce_late(self, late: Sequence[bool]) -> None:
+        """Every gradient is reduced again with those that were left out: the mean of equal means is that mean."""
+        super().reduce_late(late)
+        self._late = [False] * len(self._params)
+        self._spread()
+
+    def _spread(self) -> None:
+        """Give every rank the mean of every gradient."""
         # Nothing may be received into memory that is still being sent: all reductions end before the first gather.
         for bucket in range(len(self._own)):
             self.reducer.land(bucket)
@@ -163,12 +182,11 @@ class KeptGradients(ShardedGradients):
                 self._params[place].grad = self._means[place]
 
     def settle(self) -> list[bool]:
-        return super().settle() if self.reducer.unsettled() else [self._is_new(i) for i in range(len(self._params))]
-
-    def _is_new(self, place: int) -> bool:
-        """Unfrozen since the plan was made, and has a gradient of its own."""
-        param = self._params[place]
-        return place not in self._travels and param.requires_grad and param.grad is not None
+        """A pass settles at its own end; what is left are gradients of parameters that have no place in the plan."""
+        self._hooks.recover()
+        if self.reducer.unsettled():  # it failed
+            self._late = super().settle()
+        return [flag and place not in self._travels for place, flag in enumerate(self._late)]
 
     def of_bucket(self, bucket: int) -> list[torch.Tensor | None]:
         found: list[torch.Tensor | None] = []
@@ -177,6 +195,9 @@ class KeptGradients(ShardedGradients):
             flat = None if param.grad is None else flat_gradient(param, param.grad)
             found.append(None if flat is None else flat[piece.start : piece.stop])
         return found
+
+    def unsent(self) -> list[int]:
+        return []
 
     def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[bool]) -> None:
         """The gradients themselves are in `param.grad`."""

@@ -41,6 +41,7 @@ class BackwardHooks:
             for place, param in enumerate(params)
             if param.requires_grad
         ]
+        self._handles.append(model.register_forward_pre_hook(_before_call(me)))
         self._handles.append(model.register_forward_hook(_when_called(me)))
 
     def remove(self) -> None:
@@ -60,7 +61,7 @@ class BackwardHooks:
 
     def _end(self) -> None:
         self._armed = False
-        if self._reducer.open:
+        if self._reducer.open or self._reducer.has_gradients():
             self._reducer.end()
             self._done()
 
@@ -85,6 +86,16 @@ def _when_ready(hooks: weakref.ref[BackwardHooks], place: int) -> Callable[[torc
     return ready
 
 
+def _before_call(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any], None]:
+    def calling(module: nn.Module, inputs: Any) -> None:
+        del module, inputs
+        target = hooks()
+        if target is not None:
+            target.recover()
+
+    return calling
+
+
 def _when_called(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any, Any], None]:
     def watch(output: torch.Tensor) -> None:
         def arm(gradient: torch.Tensor) -> None:
@@ -98,7 +109,7 @@ def _when_called(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any,
     def called(module: nn.Module, inputs: Any, output: Any) -> None:
         del module, inputs
         for leaf in torch.utils._pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 watch(leaf)
 
     return called

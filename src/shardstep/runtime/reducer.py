@@ -79,7 +79,7 @@ class GradientReducer:
     def end(self, *, failed: bool = False) -> None:
         """The pass is over: reduce what is left, and tell the others what came here."""
         if not self.open:
-            return
+            self._begin()  # nothing came here, but it did elsewhere
         for bucket in self._order.flush():
             self._launch(bucket)
         self.open = False
@@ -167,6 +167,10 @@ class GradientReducer:
     def unsettled(self) -> bool:
         """Whether a pass has ended since the last `settle`."""
         return self._unsettled
+
+    def has_gradients(self) -> bool:
+        """Whether some gradient was left in `param.grad`: of a parameter that was frozen when the plan was made."""
+        return any(param.grad is not None and param.requires_grad for param in self._params)
 
     def holds_anything(self) -> bool:
         return bool(self._flying) or any(shard is not None for shard in self.shards)

@@ -10,6 +10,7 @@ import torch
 
 from shardstep.planning import Piece, Plan
 from shardstep.runtime.collectives import Channel
+from shardstep.runtime.flat_memory import flat_gradient
 from shardstep.state.consolidation import move_state
 
 Entry = dict[str, Any]  # the state of one piece; tensors with as many elements as the piece are cut with it
@@ -65,16 +66,37 @@ def _is_cut(value: Any, numel: int) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == numel
 
 
+def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
+
+
 def join_entries(entries: Sequence[Entry], numels: Sequence[int]) -> Entry:
     """The state of consecutive pieces as that of one."""
     if len(entries) == 1:
         return dict(entries[0])
     return {
-        name: torch.cat([entry[name] for entry in entries])
+        name: _cat([entry[name] for entry in entries])
         if all(_is_cut(entry[name], numel) for entry, numel in zip(entries, numels, strict=True))
         else entries[0][name]
         for name in entries[0]
     }
+
+
+def on_device_of(tensor: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> Entry:
+    """State where the optimizer expects it: with its tensor; counters on the CPU, unless a kernel reads them."""
+    counters_too = bool(group.get("capturable") or group.get("fused"))
+    return {
+        name: value.to(tensor.device)
+        if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too)
+        else value
+        for name, value in entry.items()
+    }
+
+
+def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What was received lies on the CPU, what was kept on the parameter's device: there they go."""
+    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
+    return torch.cat([part.to(device) for part in parts])
 
 
 def _fragments(old: Plan, new: Plan) -> list[_Fragment]:
@@ -98,19 +120,20 @@ def _by_param(plan: Plan) -> list[list[Piece]]:
 
 
 def cut_whole(
-    state: Mapping[Any, Any], keys: Sequence[Any], plan: Plan, rank: int, *, flat: bool
+    state: Mapping[Any, Any], keys: Sequence[Any], plan: Plan, rank: int, params: Sequence[torch.Tensor] | None
 ) -> dict[Piece, Entry]:
     """What a rank takes from the state_dict of the plain optimizer; `keys[i]` is the saved key of parameter i.
 
-    `flat`: tensors in the parameter's shape become flat, as the local optimizer keeps them.
+    `params`: tensors in a parameter's shape become flat, in the order of its memory; None: they keep their shape.
     """
     found: dict[Piece, Entry] = {}
     for piece in plan.pieces:
         if piece.rank == rank and state.get(keys[piece.param]):
             whole = Piece(piece.param, 0, plan.params[piece.param].numel, rank)
             entry = state[keys[piece.param]]
-            if flat:
-                entry = {name: v.reshape(-1) if _is_cut(v, whole.numel) else v for name, v in entry.items()}
+            if params is not None:
+                param = params[piece.param]
+                entry = {n: flat_gradient(param, v) if _has_shape_of(v, param) else v for n, v in entry.items()}
             found[piece] = cut_entry(entry, whole, piece.start, piece.stop)
     return found
 
