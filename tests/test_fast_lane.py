@@ -949,3 +949,28 @@ def sends_a_strided_scalar() -> None:
 
 def test_gradients_of_one_element_and_any_stride(workers):
     workers(2).run(sends_a_strided_scalar)
+
+
+def copies_a_sharded_model() -> None:
+    """A copy (an average of weights, a teacher) computes gradients of its own; they are nobody's business."""
+    model = Matrices()
+    opt = shardstep.shard(model, optim.AdamW, lr=0.05)
+    twin = copy.deepcopy(model)
+    plain = optim.AdamW(twin.parameters(), lr=0.05)
+    for step in range(6):
+        for net in (model, twin):
+            net.first.requires_grad_(step not in (2, 3))
+            loss_of(net, batch(step)).backward()
+        for param in twin.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        for optimizer in (opt, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_copy_of_a_sharded_model_is_left_alone(workers):
+    workers(2).run(copies_a_sharded_model)

@@ -31,6 +31,7 @@ class BackwardHooks:
         done: Callable[[], None],
     ) -> None:
         self._reducer = reducer
+        self._model = weakref.ref(model)
         self._syncs = syncs  # whether gradients are reduced now: not inside no_sync()
         self._done = done
         self._armed = False
@@ -43,6 +44,10 @@ class BackwardHooks:
         ]
         self._handles.append(model.register_forward_pre_hook(_before_call(me)))
         self._handles.append(model.register_forward_hook(_when_called(me)))
+
+    def watches(self, module: nn.Module) -> bool:
+        """A deep copy of the model has a copy of these hooks; what it computes is not ours to reduce."""
+        return self._model() is module
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -88,9 +93,9 @@ def _when_ready(hooks: weakref.ref[BackwardHooks], place: int) -> Callable[[torc
 
 def _before_call(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any], None]:
     def calling(module: nn.Module, inputs: Any) -> None:
-        del module, inputs
+        del inputs
         target = hooks()
-        if target is not None:
+        if target is not None and target.watches(module):
             target.recover()
 
     return calling
@@ -107,7 +112,10 @@ def _when_called(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any,
         output.register_hook(arm)  # type: ignore[no-untyped-call]
 
     def called(module: nn.Module, inputs: Any, output: Any) -> None:
-        del module, inputs
+        del inputs
+        target = hooks()
+        if target is None or not target.watches(module):
+            return
         for leaf in torch.utils._pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 watch(leaf)
