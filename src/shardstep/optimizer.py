@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from shardstep.arguments import check_parameters, read_group, read_groups
 from shardstep.config import ShardConfig
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
-from shardstep.runtime.agreement import Claim, DeferredStepAgreement, Facts, StepAgreement, agree
-from shardstep.runtime.buffers import dense_view, move_out
+from shardstep.runtime.agreement import Claim, Facts, agree, step_agreement
+from shardstep.runtime.buffers import DEVICE_ALIGNMENT_NBYTES, dense_view, move_out
 from shardstep.runtime.clip_guard import guard
 from shardstep.runtime.collectives import broadcast_tensors, finish_gathers, make_gathers, open_channel
 from shardstep.runtime.flat_memory import FlatMemory, RangeMessage
@@ -31,7 +31,6 @@ from shardstep.runtime.probe import finest_layout
 from shardstep.state.resharding import Entry, cut_whole, join_entries, on_device_of, read_shard, reshard
 from shardstep.state.state_dict import check_state_dict, pack_groups
 
-ALIGNMENT_NBYTES = 64  # a range begins where a tensor of its own might: kernels round alike and run at full speed
 _owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedOptimizer]] = weakref.WeakKeyDictionary()
 _GRADIENT = "shardstep.gradient"  # a gradient that moves with the state of its piece
 
@@ -85,11 +84,7 @@ class ShardedOptimizer(Optimizer):
         self._claimed = False
         self._closed = False
         self._build_together(self._plan_for(_trainable(self.param_groups)), "shard(...)")
-        self._agreement = (
-            StepAgreement(self._channel)
-            if self._channel.device.type == "cpu" or self._channel.world_size == 1
-            else DeferredStepAgreement(self._channel)
-        )
+        self._agreement = step_agreement(self._channel)
         guard(self)
         self._ready = True
 
@@ -152,7 +147,7 @@ class ShardedOptimizer(Optimizer):
             self._layout,
             world_size=self._channel.world_size,
             bucket_numel=max(int(bucket_nbytes / itemsize), 1),
-            alignment=ALIGNMENT_NBYTES // min((param.element_size() for param in self._params), default=4),
+            alignment=DEVICE_ALIGNMENT_NBYTES // min((param.element_size() for param in self._params), default=4),
             order=range(len(specs))[::-1],
         )
 
@@ -336,7 +331,7 @@ class ShardedOptimizer(Optimizer):
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
         """The norm of the mean gradient of every parameter, by name; the same on every rank. One small exchange."""
-        self._settle_gradients()
+        self._take_in_late_gradients()
         pieces = [(piece.param, gradient) for piece, gradient in self._gradients.present()]
         norms = norms_by_parameter(self._channel, pieces, len(self._plan.params), norm_type)
         return {spec.name: norm for spec, norm in zip(self._plan.params, norms, strict=True) if spec.trainable}
@@ -347,7 +342,7 @@ class ShardedOptimizer(Optimizer):
         """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns what it was."""
         if self._config.gradients == "keep":
             return torch.nn.utils.clip_grad_norm_(self._params, max_norm, norm_type, error_if_nonfinite)
-        self._settle_gradients()
+        self._take_in_late_gradients()
         norm = total_norm(self._channel, [gradient for _, gradient in self._gradients.present()], norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
@@ -358,10 +353,6 @@ class ShardedOptimizer(Optimizer):
         if not factor >= 1.0:  # nan too, as torch's
             self._gradients.scale(factor)
         return torch.tensor(norm)
-
-    def _settle_gradients(self) -> None:
-        """All gradients are reduced, also those that came late."""
-        self._take_in_late_gradients()
 
     def holds_gradient_of(self, param: torch.Tensor) -> bool:
         """Whether `param` has a gradient that torch's functions do not see."""

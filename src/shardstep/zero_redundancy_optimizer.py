@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from shardstep.arguments import check_parameters, read_group, read_params
 from shardstep.overlap import OverlappedStep, _DDPBucketAssignment, _OverlapInfo, _OverlapStatus, agree_on_buckets
 from shardstep.planning import Layout, Plan, make_plan, read_specs
-from shardstep.runtime.agreement import Claim, DeferredStepAgreement, Facts, StepAgreement, agree
+from shardstep.runtime.agreement import Claim, Facts, agree, step_agreement
 from shardstep.runtime.buffers import move_out, storage_order
 from shardstep.runtime.collectives import gather_records, open_channel
 from shardstep.runtime.exchange import Exchange
@@ -120,11 +120,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         agree(self._channel, Claim("ZeroRedundancyOptimizer(...)", failure, facts))
         self._overlap_info = _OverlapInfo(self.world_size)
         self._place(self._plan)
-        self._agreement = (
-            StepAgreement(self._channel)
-            if self._channel.device.type == "cpu" or self.world_size == 1
-            else DeferredStepAgreement(self._channel)
-        )
+        self._agreement = step_agreement(self._channel)
         self.initialized = True
 
     def _build(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> Facts:

@@ -195,6 +195,12 @@ class DeferredStepAgreement(StepAgreement):
             raise error
 
 
+def step_agreement(channel: Channel) -> StepAgreement:
+    """The agreement that suits where the channel's records arrive."""
+    on_host = channel.device.type == "cpu" or channel.world_size == 1
+    return StepAgreement(channel) if on_host else DeferredStepAgreement(channel)
+
+
 def _verdict(claim: Claim, records: Sequence[_Record]) -> Exception | None:
     """What is wrong, from the records alone: a rank that has raised already takes part in no exchange of words."""
     if _harmonious(records):

@@ -188,13 +188,11 @@ class GradientReducer:
 
     def zero(self) -> None:
         """Make all gradients zero, without forgetting that they were there."""
-        used, records = self._used, self._records
         for bucket in list(self._flying):
             self._land(bucket)
         for shard in self.shards:
             if shard is not None:
                 shard.zero_()
-        self._used, self._records = used, records
 
 
 def _mean(arrivals: Sequence[torch.Tensor], own: int) -> torch.Tensor:
