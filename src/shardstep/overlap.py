@@ -7,7 +7,7 @@ them: programs import those hooks and drive our optimizer with them.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from shardstep.runtime.agreement import Claim, Facts, agree
 from shardstep.runtime.buffers import FlatMessage
 from shardstep.runtime.collectives import Channel, finish_gathers, make_gathers
 from shardstep.runtime.parted_optimizer import PartedOptimizer
+from shardstep.runtime.sliced_step import MakeOptimizer
 
 
 class _OverlapStatus(enum.IntEnum):
@@ -133,7 +134,7 @@ class OverlappedStep:
         info: _OverlapInfo,
         layout: BucketLayout,
         optim: Optimizer,
-        make_part: Callable[[list[dict[str, Any]]], Optimizer],
+        make_part: MakeOptimizer,
     ) -> None:
         self.held = layout.held
         self.assignments_per_rank: list[dict[int, _DDPBucketAssignment]] = [{} for _ in range(channel.world_size)]

@@ -28,6 +28,7 @@ from shardstep.runtime.local_optimizer import (
 )
 from shardstep.runtime.objects import _broadcast_object as _broadcast_object
 from shardstep.runtime.objects import _recursive_copy_to_device as _recursive_copy_to_device
+from shardstep.runtime.sliced_step import ElementwiseGroups, SlicedStep
 from shardstep.state.consolidation import consolidate, move_state
 from shardstep.state.state_dict import check_options, check_state_dict, describe, local_part, pack_groups
 from shardstep.state.uneven_inputs import hand_over
@@ -131,6 +132,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         self._plan = self._plan_for(_travelling(self._all_params))
         self.optim = self._make_local(local_groups(self.param_groups, self._plan.params, self._held_by(self.rank)))
+        self._sliced = SlicedStep(self.optim, self._make_part, ElementwiseGroups(self._make_part))
         # A scheduler asks for options that only the local optimizer knows, such as momentum.
         self.defaults = dict(self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
@@ -164,6 +166,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         specs = read_specs(self.param_groups)
         names = {param: spec.name for param, spec in zip(self._all_params, specs, strict=True)}
         return build(self._optimizer_class, groups, self._given, names)
+
+    def _make_part(self, groups: list[dict[str, Any]]) -> Optimizer:
+        make: Callable[..., Optimizer] = self._optimizer_class
+        return make(groups, **self._given)
 
     def _settings(self, plan: Plan) -> Iterator[str]:
         """What must be the same on every rank: how the optimizer was built, and every parameter."""
@@ -312,7 +318,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copy_options(self.param_groups, self.optim.param_groups)
         if closure is not None:
             kwargs["closure"] = closure
-        loss: float | None = self.optim.step(**kwargs)
+        # With a closure the class itself decides how often it is called, and what happens between.
+        loss: float | None = self.optim.step(**kwargs) if kwargs else self._sliced.step()
         copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
@@ -470,7 +477,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.optim = self._make_local(local_groups(self.param_groups, specs, mine))
         state = {place: moved[index] for place, index in enumerate(mine) if index in moved}
         self.optim.load_state_dict({"state": state, "param_groups": self.optim.state_dict()["param_groups"]})
-        self._overlapped = OverlappedStep(self._channel, info, layout, self.optim, self._make_local)
+        self._overlapped = OverlappedStep(self._channel, info, layout, self.optim, self._make_part)
         self._overlapped.reload()
         if any(param.is_cuda for param in params):
             # torch's interleaved hook steps on a stream of its own, which waits for the reduction but not for the

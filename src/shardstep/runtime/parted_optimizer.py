@@ -8,13 +8,14 @@ state and the options of all parts, and is what is saved and loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from shardstep.runtime.local_optimizer import copy_options
+from shardstep.runtime.sliced_step import ElementwiseGroups, MakeOptimizer, SlicedStep
 
 
 class PartedOptimizer:
@@ -24,11 +25,13 @@ class PartedOptimizer:
         self,
         whole: Optimizer,
         parts: Sequence[Sequence[torch.Tensor]],
-        make: Callable[[list[dict[str, Any]]], Optimizer],
+        make: MakeOptimizer,
     ) -> None:
         self._whole = whole
         self._params = [list(part) for part in parts]
         self._optimizers = [make(_groups_of(whole.param_groups, part)) for part in parts]
+        elementwise = ElementwiseGroups(make)
+        self._steps = [SlicedStep(optimizer, make, elementwise) for optimizer in self._optimizers]
 
     def begin(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """An iteration begins: every part takes the options as they are now.
@@ -40,16 +43,16 @@ class PartedOptimizer:
 
     def step(self, part: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Step one part with these gradients; `param.grad` is afterwards what it was before."""
-        params, optimizer = self._params[part], self._optimizers[part]
+        params = self._params[part]
         before = [param.grad for param in params]
         try:
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
-            optimizer.step()
+            self._steps[part].step()
         finally:
             for param, gradient in zip(params, before, strict=True):
                 param.grad = gradient
-        self._whole.state.update(optimizer.state)
+        self._whole.state.update(self._optimizers[part].state)
 
     def end(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """An iteration ends: what the parts have written to their options becomes visible."""
