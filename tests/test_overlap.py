@@ -500,6 +500,11 @@ def test_the_order_of_the_schedule():
         assert flat == list(range(count)), "every bucket once, in order"
 
 
+def test_what_goes_round_the_ring_is_passed_on_once_it_must_have_come():
+    assert [INTERLEAVED.passed_on(bucket, hops=2) for bucket in range(4)] == [[], [], [(0, 1)], [(1, 1), (0, 2)]]
+    assert all(AFTER_BACKWARD.passed_on(bucket, hops=2) == [] for bucket in range(4))
+
+
 def test_buckets_are_shared_out():
     assert [part.rank for part in assign_whole_buckets([[1], [2], [3]], 2)] == [0, 1, 0]
     parts = assign_parts_of_buckets([[10, 10, 10, 10], [4, 4]], 2)

@@ -181,7 +181,7 @@ class ShardedOptimizer(Optimizer):
         self._gathers = make_gathers(
             self._channel,
             [(memory.device, [[RangeMessage(values)] for values in memory.ranges]) for memory in self._memory.buckets],
-            relay=self._config.gather == "wait",
+            ring=self._config.gather == "wait",
         )
         self._arriving: set[int] = set()
         kind = KeptGradients if self._config.gradients == "keep" else ShardedGradients

@@ -202,6 +202,15 @@ class OverlappedStep:
         with record_function(f"shardstep::send bucket {bucket}"):
             self._gathers[bucket].send()
 
+    def pass_on(self, bucket: int, distance: int) -> None:
+        """Pass on what came from the rank at this distance, round the ring."""
+        with record_function(f"shardstep::pass on bucket {bucket}"):
+            self._gathers[bucket].pass_on(distance)
+
+    @property
+    def hops(self) -> int:
+        return max((gather.hops for gather in self._gathers), default=0)
+
     def finish(self) -> None:
         """Return when all buckets have arrived."""
         with record_function("shardstep::wait for parameters"):

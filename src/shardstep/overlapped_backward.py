@@ -75,6 +75,8 @@ class OverlappedBackward:
                 self._step(index, overlapped)
             for index in together:
                 overlapped.send(index)
+        for index, distance in self._order.passed_on(bucket.index(), overlapped.hops):
+            overlapped.pass_on(index, distance)
         if last:
             failure, self._failure = self._failure, None
             zero._finish_overlapped(Claim("the backward pass", failure, zero._plan_facts))

@@ -7,8 +7,12 @@ follows from the plan alone, and the plan is the same on every rank (agreement.p
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +26,10 @@ CHUNK_NBYTES = 32 * 1024 * 1024  # the largest message of `send_tensors`, and so
 # memory costs more than a message: 18 ms for 42 MB, and as much memory.
 IN_PLACE_NBYTES = 1024 * 1024
 
-# A message from this size on is passed on by the others if its holder would have to send more than anyone else could.
-RELAY_NBYTES = 8 * 1024 * 1024
+# A message from this size on may go from rank to rank, round the ring, instead of from its holder to everyone.
+RING_NBYTES = 256 * 1024
 # In pieces of this size, so that a rank passes on the first while the next are still coming.
-RELAY_PIECE_NBYTES = 2 * 1024 * 1024
+RING_PIECE_NBYTES = 2 * 1024 * 1024
 
 # Point-to-point messages match by peer and tag. A tag of our own keeps them apart from a program's own sends.
 _TAG = 20_591
@@ -44,6 +48,7 @@ class Channel:
         torch.device
     )  # for small messages: the CPU where the backend takes it, so that reading them waits for nothing
     backends: dict[str, str]  # by type of device
+    one_host: bool = True  # whether all ranks share a network interface; asked only where it matters
 
 
 def open_channel(group: dist.ProcessGroup | None, accelerator: torch.device | None) -> Channel:
@@ -62,7 +67,20 @@ def open_channel(group: dist.ProcessGroup | None, accelerator: torch.device | No
         )
     backends = dict(entry.split(":", 1) for entry in dist.get_backend_config(chosen).split(","))
     device = torch.device("cpu") if "cpu" in backends or accelerator is None else accelerator
-    return Channel(chosen, rank, dist.get_global_rank(chosen, rank), dist.get_world_size(chosen), device, backends)
+    channel = Channel(chosen, rank, dist.get_global_rank(chosen, rank), dist.get_world_size(chosen), device, backends)
+    if channel.world_size > 2 and takes_many_messages(channel, torch.device("cpu")):
+        hosts = gather_records(channel, this_host()).read()
+        channel = replace(channel, one_host=len(set(hosts)) == 1)
+    return channel
+
+
+def this_host() -> bytes:
+    """The same for all processes that share this one's network, and for no others."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/net")
+    except OSError:  # not Linux
+        name = socket.gethostname()
+    return hashlib.sha256(name.encode()).digest()[:16]
 
 
 class PendingRecords:
@@ -140,35 +158,41 @@ class Gather(Protocol):
     def send(self) -> None:
         """This rank's parameters are final."""
 
-    def pass_on(self) -> None:
-        """Pass on what comes to this rank for others."""
+    hops: int  # how many ranks a message may pass through
+
+    def pass_on(self, distance: int) -> None:
+        """Pass on what comes to this rank for others, from the rank that is so far behind it in the ring."""
 
     def finish(self) -> None:
         """Return when every message has arrived."""
 
 
 def make_gathers(
-    channel: Channel, buckets: Sequence[tuple[torch.device, Sequence[Sequence[Message]]]], *, relay: bool = True
+    channel: Channel, buckets: Sequence[tuple[torch.device, Sequence[Sequence[Message]]]], *, ring: bool = True
 ) -> Sequence[Gather]:
     """One gather for each bucket: the device of its parameters, and the messages of each rank.
 
-    Without `relay` every rank sends to all others itself: for gathers that ranks finish when each likes, so that none
+    Without `ring` every rank sends to all others itself: for gathers that ranks finish when each likes, so that none
     would wait for another to pass something on.
     """
     load = [0] * channel.world_size  # of a whole step: what a rank sends in one bucket it may spare in the next
     for _, rows in buckets:
         for rank, row in enumerate(rows):
-            load[rank] += sum(message.nbytes for message in row) if relay else 0
+            load[rank] += sum(message.nbytes for message in row)
+    overloaded = [share * (len(load) - 1) > sum(load) for share in load]
+    in_ring = [ring and (heavy or not channel.one_host) for heavy in overloaded]
     return [
-        DirectGather(channel, rows, load) if takes_many_messages(channel, device) else BroadcastGather(channel, rows)
+        DirectGather(channel, rows, in_ring) if takes_many_messages(channel, device) else BroadcastGather(channel, rows)
         for device, rows in buckets
     ]
 
 
 def finish_gathers(gathers: Sequence[Gather]) -> None:
-    """Return when everything has arrived. Passed on first: whoever waits for one gather holds up nobody's next one."""
-    for gather in gathers:
-        gather.pass_on()
+    """Return when everything has arrived. Passed on first, and in the order in which it comes: the rank before this one
+    sends its own parts of all gathers, then those of the rank before it, and so on."""
+    for distance in range(1, max((gather.hops for gather in gathers), default=0) + 1):
+        for gather in gathers:
+            gather.pass_on(distance)
     for gather in gathers:
         gather.finish()
 
@@ -199,7 +223,9 @@ class BroadcastGather:
                 values = as_bytes(message.outgoing())
                 self._work.append(dist.broadcast(values, group=self._channel.group, group_src=source, async_op=True))
 
-    def pass_on(self) -> None:
+    hops = 0
+
+    def pass_on(self, distance: int) -> None:
         """The backend does."""
 
     def finish(self) -> None:
@@ -228,25 +254,28 @@ def _take_tags(channel: Channel) -> int:
 
 
 class DirectGather:
-    """Every rank sends to every other, and receives while it still steps.
+    """Messages from rank to rank, received while this rank still steps.
 
     Gloo's broadcasts take 1.5 times as long at two ranks and 2.4 times at four for the same bytes, and start only when
     the slowest rank has stepped. Here a rank that holds less sends while the others still compute.
 
-    Whole parameters make uneven shares. Where a rank would send more than all parameters once, its large messages are
-    cut into pieces, and each piece goes to one other rank, who passes it on to the rest: so it sends them once, not to
-    each. Only there, because a piece waits until the rank that passes it on has stepped its own share.
+    A message goes one of two ways. Straight from its holder to every other rank: fastest on one host. Or round the
+    ring, in pieces: each rank passes on to the next what it has from the one before. Then every link carries every byte
+    once, and no two ranks send to the same one at a time, which on slow links loses a third of their rate. It is also
+    the way where whole parameters make uneven shares, and one rank alone would send more than all parameters once.
     """
 
-    def __init__(self, channel: Channel, messages: Sequence[Sequence[Message]], load: Sequence[int]) -> None:
-        """`load[r]` is what rank r sends in a whole step, in this gather and others."""
+    def __init__(self, channel: Channel, messages: Sequence[Sequence[Message]], in_ring: Sequence[bool]) -> None:
+        """`in_ring[r]`: the messages of rank r go round the ring."""
         self._channel = channel
-        self._messages = messages
-        self._lightest_first = sorted(range(len(load)), key=lambda rank: load[rank])
-        self._relayed = [share * (len(load) - 1) > sum(load) for share in load]
+        self._messages = [[message for message in row if message.nbytes] for row in messages]
+        self._in_ring = in_ring
+        self._before = (channel.rank - 1) % channel.world_size
+        self._next = (channel.rank + 1) % channel.world_size
+        self.hops = max(channel.world_size - 2, 0)
         self._tag = _take_tags(channel)
         self._arriving: list[tuple[Message, torch.Tensor]] = []
-        self._carried: list[tuple[int, torch.Tensor, Any]] = []  # parts that this rank passes on: whose, what, when
+        self._carried: dict[int, list[tuple[torch.Tensor, Any]]] = {}  # by holder: pieces to pass on, when they come
         self._work: list[Any] = []
 
     def expect(self) -> None:
@@ -255,58 +284,62 @@ class DirectGather:
                 "an earlier step was interrupted half-way, so the ranks may hold different parameters; "
                 "build the optimizer again and load a checkpoint"
             )
-        # Those that hold least are done first, and what they send is passed on first.
-        for owner in (rank for rank in self._lightest_first if rank != self._channel.rank):
-            for message in self._messages[owner]:
+        for holder in self._from_nearest():
+            for message in self._messages[holder]:
                 values = message.landing()
                 self._arriving.append((message, values))
-                for carrier, part in self._parts(owner, as_bytes(values)):
-                    source = owner if carrier in (None, self._channel.rank) else carrier
-                    work = dist.irecv(part, group=self._channel.group, group_src=source, tag=self._tag + owner)
-                    if carrier == self._channel.rank:
-                        self._carried.append((owner, part, work))
-                    else:
+                if not self._goes_round(holder, message):
+                    self._work.append(self._irecv(as_bytes(values), holder, holder))
+                    continue
+                for piece in _ring_pieces(values):
+                    work = self._irecv(piece, self._before, holder)
+                    if self._next == holder:
                         self._work.append(work)
+                    else:
+                        self._carried.setdefault(holder, []).append((piece, work))
 
     def send(self) -> None:
         own = self._channel.rank
         for message in self._messages[own]:
-            for carrier, part in self._parts(own, as_bytes(message.outgoing())):
-                for to in self._others(own) if carrier is None else [carrier]:
-                    self._isend(part, to, own)
+            values = message.outgoing()
+            if self._goes_round(own, message):
+                for piece in _ring_pieces(values):
+                    self._isend(piece, self._next, own)
+            else:
+                for to in reversed(self._from_nearest()):
+                    self._isend(as_bytes(values), to, own)
 
-    def pass_on(self) -> None:
-        for owner, part, work in self._carried:
+    def pass_on(self, distance: int) -> None:
+        holder = (self._channel.rank - distance) % self._channel.world_size
+        for piece, work in self._carried.pop(holder, ()):
             work.wait()
-            for to in self._others(owner, self._channel.rank):
-                self._isend(part, to, owner)
+            self._isend(piece, self._next, holder)
 
     def finish(self) -> None:
         for work in self._work:
             work.wait()
         for message, values in self._arriving:
             message.landed(values)
-        self._arriving, self._carried, self._work = [], [], []
+        self._arriving, self._work = [], []
 
-    def _isend(self, part: torch.Tensor, to: int, owner: int) -> None:
-        self._work.append(dist.isend(part, group=self._channel.group, group_dst=to, tag=self._tag + owner))
+    def _goes_round(self, holder: int, message: Message) -> bool:
+        return self._in_ring[holder] and message.nbytes >= RING_NBYTES
 
-    def _parts(self, owner: int, values: torch.Tensor) -> list[tuple[int | None, torch.Tensor]]:
-        """(the rank that passes it on, part); None where the holder sends to everyone itself. Same on every rank."""
-        carriers = self._others(owner)
-        if len(values) == 0:
-            return []
-        if not self._relayed[owner] or len(values) < RELAY_NBYTES:
-            return [(None, values)]
-        rounds = -(-len(values) // (len(carriers) * RELAY_PIECE_NBYTES))
-        pieces = torch.tensor_split(values, len(carriers) * rounds)
-        return list(zip(carriers * rounds, pieces, strict=True))
-
-    def _others(self, *without: int) -> list[int]:
-        """All ranks but these, in the order after the first of these, so that not everybody starts with rank 0."""
+    def _from_nearest(self) -> list[int]:
+        """The other ranks, the one before this first; so not everybody starts with rank 0."""
         count = self._channel.world_size
-        ranks = [(without[0] + shift) % count for shift in range(count)]
-        return [rank for rank in ranks if rank not in without]
+        return [(self._channel.rank - distance) % count for distance in range(1, count)]
+
+    def _irecv(self, values: torch.Tensor, source: int, holder: int) -> Any:
+        return dist.irecv(values, group=self._channel.group, group_src=source, tag=self._tag + holder)
+
+    def _isend(self, values: torch.Tensor, to: int, holder: int) -> None:
+        self._work.append(dist.isend(values, group=self._channel.group, group_dst=to, tag=self._tag + holder))
+
+
+def _ring_pieces(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    flat = as_bytes(values)
+    return torch.tensor_split(flat, -(-len(flat) // RING_PIECE_NBYTES))
 
 
 class Reduction(Protocol):
