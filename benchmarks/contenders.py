@@ -25,8 +25,6 @@ TARGET_RANK = 0  # of the consolidation
 
 # About 30 M parameters, 64 % of them in one tied embedding: the hard case for whole-parameter sharding.
 FULL = GPTConfig(vocab=50_257, block=64, layers=6, heads=6, width=384)
-# About 30 M parameters, 98 % of them in even layers.
-EVEN = GPTConfig(vocab=1_000, block=64, layers=12, heads=7, width=448)
 TOY = GPTConfig(vocab=1_000, block=16, layers=6, heads=2, width=64)
 
 
@@ -48,13 +46,13 @@ class Trainee:
 
     optimizer: torch.optim.Optimizer  # made by a subclass, which knows what it compares
 
-    def __init__(self, name: str, config: GPTConfig, *, frozen: bool = False, batch: int = BATCH) -> None:
+    def __init__(self, name: str, config: GPTConfig, *, frozen: bool = False) -> None:
         torch.manual_seed(SEED)
         model = GPT(config)
         self.name = name
         self.frozen_share = freeze_a_sixth(model) if frozen else 0.0
         self.model = DistributedDataParallel(model)
-        self._batches = batches(config, batch)
+        self._batches = batches(config)
         self._next = next(self._batches)
 
     def forward_backward(self) -> None:
@@ -93,10 +91,10 @@ class Contender(Trainee):
         self.optimizer.consolidate_state_dict(to=TARGET_RANK)
 
 
-def batches(config: GPTConfig, batch: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(config: GPTConfig) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(SEED + 1 + dist.get_rank())
     while True:
-        tokens = torch.randint(config.vocab, (batch, config.block + 1), generator=generator)
+        tokens = torch.randint(config.vocab, (BATCH, config.block + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -13,25 +15,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contenders import BATCH, EVEN, FULL, LEARNING_RATE, TOY, Trainee, first_different_param
+from contenders import FULL, LEARNING_RATE, TOY, Trainee, first_different_param
 from drop_in_worker import from_all_ranks, in_turn, refuse, say
 from meters import count_calls, observe, slowest_rank_seconds
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
+from shardstep.cli.demo.gpt import GPTConfig
+from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_to_holders
 
 WARM_UP_STEPS = 4  # DDP's buckets are final, and the overlapping optimizer knows them, in the fourth
 MOST_DIFFERENCE = 1e-4  # with more than two ranks: a sum of three or more depends on its order
 
-WORKLOADS = {"tied": (FULL, BATCH), "even": (EVEN, 16), "toy": (TOY, BATCH)}  # the model and the batch of each rank
-
 
 class SteppedAfter(Trainee):
-    """The optimizer steps after the backward pass. DDP reduces with the same hook as in the contenders that overlap."""
+    """The optimizer steps after the backward pass. DDP reduces with a hook here too, as in those that overlap."""
 
-    def __init__(self, name: str, workload: str, *, sharded: bool) -> None:
-        super().__init__(name, WORKLOADS[workload][0], batch=WORKLOADS[workload][1])
+    def __init__(self, name: str, config: GPTConfig, *, sharded: bool) -> None:
+        super().__init__(name, config)
         self.model.register_comm_hook(None, allreduce_hook)
         params = self.model.parameters()
         self.optimizer = (
@@ -42,10 +43,12 @@ class SteppedAfter(Trainee):
 
 
 class SteppedInBackward(Trainee):
-    """The backward pass steps; `wrap` is one of the hooks of shardstep.ddp_zero_hook."""
+    """The backward pass steps; `wrap` is one of the hooks of shardstep.ddp_zero_hook, round `reduce`."""
 
-    def __init__(self, name: str, workload: str, *, wrap: Callable[..., Any]) -> None:
-        super().__init__(name, WORKLOADS[workload][0], batch=WORKLOADS[workload][1])
+    def __init__(
+        self, name: str, config: GPTConfig, *, wrap: Callable[..., Any], reduce: Callable[..., Any] = allreduce_hook
+    ) -> None:
+        super().__init__(name, config)
         zero = ZeroRedundancyOptimizer(
             self.model.parameters(),
             torch.optim.AdamW,
@@ -53,26 +56,27 @@ class SteppedInBackward(Trainee):
             train_from_first_step=True,
             lr=LEARNING_RATE,
         )
-        self.model.register_comm_hook(None, wrap(allreduce_hook, self.model, zero, shard_buckets=True))
+        self.model.register_comm_hook(None, wrap(reduce, self.model, zero, shard_buckets=True))
         self.optimizer = zero
 
     def step(self) -> None:
         """Nothing is left to do."""
 
 
-def make_contenders(workload: str) -> list[Trainee]:
+def make_contenders(config: GPTConfig) -> list[Trainee]:
     """The first two are the bases of the ratios."""
     return [
-        SteppedAfter("AdamW", workload, sharded=False),
-        SteppedAfter("sharded", workload, sharded=True),
-        SteppedInBackward("overlap", workload, wrap=hook_with_zero_step),
-        SteppedInBackward("interleaved", workload, wrap=hook_with_zero_step_interleaved),
+        SteppedAfter("AdamW", config, sharded=False),
+        SteppedAfter("sharded", config, sharded=True),
+        SteppedInBackward("overlap", config, wrap=hook_with_zero_step),
+        SteppedInBackward("interleaved", config, wrap=hook_with_zero_step_interleaved),
+        SteppedInBackward("to holders", config, wrap=hook_with_zero_step_interleaved, reduce=reduce_to_holders),
     ]
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    parser.add_argument("--toy", action="store_true", help="a model of 0.4 M parameters, to see that everything runs")
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True, help="steps of one contender in a round")
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes its JSON")
@@ -139,7 +143,7 @@ def compare(contenders: list[Trainee]) -> dict[str, float]:
 def main() -> None:
     arguments = parse_arguments()
     dist.init_process_group("gloo")
-    contenders = make_contenders(arguments.workload)
+    contenders = make_contenders(TOY if arguments.toy else FULL)
     for contender in contenders:
         contender.train(WARM_UP_STEPS)
     result: dict[str, Any] = {
@@ -154,7 +158,9 @@ def main() -> None:
     say(f"all ranks hold the same parameters; contenders differ by at most {largest:g}")
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(result))
-    dist.destroy_process_group()
+    dist.barrier()
+    sys.stderr.flush()
+    os._exit(0)  # Gloo's threads sometimes crash a process that used DDP when the interpreter ends
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from torch import optim
 
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
 from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
-from shardstep.runtime import collectives
-from shardstep.runtime.collectives import DirectGather, open_channel
+from shardstep.runtime import collectives, gathers
+from shardstep.runtime.collectives import open_channel
+from shardstep.runtime.gathers import DirectGather
 from test_conformance import twenty_steps
 from test_fast_lane import SMALL_BUCKETS, Net, assert_trains_like_ddp
 from test_overlap import delays, parity
@@ -33,7 +34,7 @@ def on_hosts(body: Callable[..., None], *arguments: Any, **options: Any) -> int:
 
     with (
         mock.patch.object(collectives, "this_host", return_value=bytes([dist.get_rank()]) * 16),
-        mock.patch.object(collectives, "RING_NBYTES", 8),
+        mock.patch.object(gathers, "RING_NBYTES", 8),
         mock.patch.object(collectives, "RING_PIECE_NBYTES", 16),
         mock.patch.object(DirectGather, "pass_on", counted),
     ):

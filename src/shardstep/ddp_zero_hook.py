@@ -22,13 +22,29 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
+from shardstep.holder_reduction import HolderReduction
 from shardstep.overlapped_backward import OverlappedBackward
 from shardstep.planning.schedule import AFTER_BACKWARD, INTERLEAVED, StepOrder
 from shardstep.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
-__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved"]
+__all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved", "reduce_to_holders"]
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def reduce_to_holders(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """To be wrapped in place of `allreduce_hook`: a gradient goes only to the rank that steps its parameter.
+
+        hook_with_zero_step_interleaved(reduce_to_holders, ddp, zero, shard_buckets=True)
+
+    Gradients and parameters together then take as many bytes as DDP alone. Afterwards `param.grad` is the mean on the
+    rank that stepped it, and on no other: nothing that reads gradients after the backward pass may rely on it.
+    """
+    del state, bucket
+    raise RuntimeError(
+        "reduce_to_holders needs to know who steps what: pass it to hook_with_zero_step or "
+        "hook_with_zero_step_interleaved in place of allreduce_hook"
+    )
 
 
 def hook_with_zero_step(
@@ -57,6 +73,9 @@ def _overlapping(
     if ddp.process_group != zero.process_group:
         raise ValueError("DDP and the optimizer have different process groups; give both the same")
     zero._overlap_info.shard_buckets = shard_buckets
+    if hook is reduce_to_holders:
+        reduction = HolderReduction(zero, next(ddp.parameters()).device)
+        hook, order = reduction, reduction.order(order)
     backward = OverlappedBackward(weakref.ref(ddp), zero, order)
 
     # For torch's own hooks a state of None means all ranks. DDP on a part of them would wait for the rest for ever.

@@ -20,9 +20,10 @@ from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.runtime.agreement import Claim, Facts, agree, step_agreement
 from shardstep.runtime.buffers import DEVICE_ALIGNMENT_NBYTES, dense_view, move_out
 from shardstep.runtime.clip_guard import guard
-from shardstep.runtime.collectives import broadcast_tensors, finish_gathers, make_gathers, open_channel
+from shardstep.runtime.collectives import broadcast_tensors, open_channel
 from shardstep.runtime.flat_memory import FlatMemory, RangeMessage
 from shardstep.runtime.forward_hooks import wait_before_use
+from shardstep.runtime.gathers import finish_gathers, make_gathers
 from shardstep.runtime.gradients import KeptGradients, ShardedGradients
 from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options
 from shardstep.runtime.norms import norms_by_parameter, total_norm

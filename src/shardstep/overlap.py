@@ -7,6 +7,7 @@ them: programs import those hooks and drive our optimizer with them.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ from shardstep.planning import Plan
 from shardstep.planning.assignment import Assignment, assign_parts_of_buckets, assign_whole_buckets
 from shardstep.runtime.agreement import Claim, Facts, agree
 from shardstep.runtime.buffers import FlatMessage
-from shardstep.runtime.collectives import Channel, finish_gathers, make_gathers
+from shardstep.runtime.collectives import Channel
+from shardstep.runtime.gathers import finish_gathers, make_gathers
 from shardstep.runtime.parted_optimizer import PartedOptimizer
 from shardstep.runtime.sliced_step import MakeOptimizer
 
@@ -160,9 +162,20 @@ class OverlappedStep:
                 own.append(params)
             info.params_per_rank[part.rank].extend(params)
         self._own = self.assignments_per_rank[channel.rank]
+        self._params_per_bucket = info.params_per_bucket
         self._parted = PartedOptimizer(optim, own, make_part)
         devices = [params[0].device for params in info.params_per_bucket]
         self._gathers = make_gathers(channel, list(zip(devices, messages, strict=True)))
+
+    def parts_of(self, bucket: int, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """A bucket's flat gradients, cut into those of the parameters that each rank steps."""
+        parts = []
+        ends = [0, *itertools.accumulate(param.numel() for param in self._params_per_bucket[bucket])]
+        for assignments in self.assignments_per_rank:
+            part = assignments.get(bucket)
+            start, stop = (part.offset, part.offset + len(part.parameters)) if part else (0, 0)
+            parts.append(buffer[ends[start] : ends[stop]])
+        return parts
 
     def expect(self, bucket: int) -> None:
         """The other ranks may send their parts of a bucket; its gradients have been computed here."""

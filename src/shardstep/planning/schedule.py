@@ -30,19 +30,21 @@ class StepOrder:
         return [range(index, index + 1) for index in range(max(bucket - self.lag, 0), stop)]
 
     def passed_on(self, bucket: int, hops: int) -> list[tuple[int, int]]:
-        """(bucket, distance): what to pass on round the ring now, after what was due.
-
-        The rank at distance d sent its part of a bucket d buckets ago, and since then it has been passed on d - 1
-        times: so it has come, and nobody waits. What is left when the backward pass ends is passed on then.
-        """
-        if self.lag is None:
-            return []
-        newest = bucket - self.lag
-        return [(newest - distance, distance) for distance in range(1, hops + 1) if newest >= distance]
+        """(bucket, distance): the stepped parameters to pass on round the ring now, after what was due."""
+        return [] if self.lag is None else ring_hops(bucket - self.lag, hops)
 
 
 AFTER_BACKWARD = StepOrder(lag=None)
 INTERLEAVED = StepOrder(lag=1)
+
+
+def ring_hops(newest: int, hops: int) -> list[tuple[int, int]]:
+    """(bucket, distance): what to pass on when bucket `newest` has just set out on its way round the ring.
+
+    What the rank at distance d has sent of a bucket set out d buckets ago, and has since been passed on d - 1 times: so
+    it has come, and nobody waits. What is left when the backward pass ends is passed on then.
+    """
+    return [(newest - distance, distance) for distance in range(1, hops + 1) if newest >= distance]
 
 
 class LaunchOrder:

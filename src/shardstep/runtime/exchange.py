@@ -9,14 +9,8 @@ import torch
 
 from shardstep.planning import Plan
 from shardstep.runtime.buffers import flat_messages, scattered_messages
-from shardstep.runtime.collectives import (
-    IN_PLACE_NBYTES,
-    Channel,
-    Message,
-    finish_gathers,
-    make_gathers,
-    takes_many_messages,
-)
+from shardstep.runtime.collectives import IN_PLACE_NBYTES, Channel, takes_many_messages
+from shardstep.runtime.gathers import Message, finish_gathers, make_gathers
 
 
 class Exchange:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from shardstep.planning import Piece, Plan
-from shardstep.runtime.collectives import Channel, finish_gathers, make_gathers
+from shardstep.runtime.collectives import Channel
 from shardstep.runtime.flat_memory import FlatMemory, RangeMessage, flat_gradient
+from shardstep.runtime.gathers import finish_gathers, make_gathers
 from shardstep.runtime.hooks import BackwardHooks
 from shardstep.runtime.reducer import GradientReducer
 

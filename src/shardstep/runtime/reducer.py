@@ -16,15 +16,9 @@ import torch
 
 from shardstep.planning import Piece
 from shardstep.planning.schedule import LaunchOrder
-from shardstep.runtime.collectives import (
-    Channel,
-    PendingRecords,
-    Reduction,
-    gather_records,
-    start_reduction,
-    take_reduction_tag,
-)
+from shardstep.runtime.collectives import Channel, PendingRecords, gather_records, take_tags
 from shardstep.runtime.flat_memory import FlatMemory, flat_gradient
+from shardstep.runtime.reductions import Reduction, start_reduction
 
 # How many buckets may be on the wire before backward waits for the oldest: each needs memory for what arrives.
 IN_FLIGHT = 3
@@ -47,7 +41,7 @@ class GradientReducer:
         self._by_rank = [bucket.pieces for bucket in memory.buckets]
         self._members = [{piece.param for piece in bucket.pieces} for bucket in self._buckets]
         self._order = LaunchOrder(self._members)
-        self._tags = [take_reduction_tag(channel) for _ in self._buckets]
+        self._tags = [take_tags(channel) for _ in self._buckets]
         self._wire_dtype = wire_dtype
         self._buckets_left: Counter[int] = Counter()  # of each parameter in this pass: those still to be launched
         self._taken: dict[int, torch.Tensor] = {}  # gradients that have left `param.grad`, until all is launched
