@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as torch_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+from shardstep.ddp_zero_hook import reduce_to_holders
 from test_overlap import HOOKS, OPTIMIZERS, parity
 
 pytestmark = [
@@ -57,8 +59,22 @@ def test_torchs_own_hooks_drive_our_class(workers, world_size, make_hook, shard_
         workers(world_size, "nccl").run(on_gpu, optimizer_class, options, make_hook, flags, False)
 
 
+@pytest.mark.parametrize("shard_buckets", [False, True])
+@pytest.mark.parametrize("make_hook", HOOKS, ids=lambda hook: hook.__name__)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gradients_that_go_to_their_holders_only(workers, world_size, make_hook, shard_buckets):
+    for optimizer_class, options in OPTIMIZERS:
+        flags = (shard_buckets, False, True)
+        workers(world_size, "nccl").run(on_gpu, optimizer_class, options, make_hook, flags, False, reduce_to_holders)
+
+
 def on_gpu(
-    optimizer_class: Any, options: dict[str, Any], make_hook: Any, flags: tuple[bool, bool, bool], from_first: bool
+    optimizer_class: Any,
+    options: dict[str, Any],
+    make_hook: Any,
+    flags: tuple[bool, bool, bool],
+    from_first: bool,
+    reduce: Any = allreduce_hook,
 ) -> None:
     shard_buckets, static_graph, view = flags
     parity(
@@ -70,4 +86,5 @@ def on_gpu(
         gradient_as_bucket_view=view,
         train_from_first_step=from_first,
         device="cuda",
+        reduce=reduce,
     )
