@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
-ORDER = ["planning", "runtime", "state", "arguments", "config", "optimizer", "overlap", "zero_redundancy_optimizer",
-         "holder_reduction",
-    "overlapped_backward", "ddp_zero_hook", "cli"]  # fmt: skip
+ORDER = ["planning", "runtime", "state", "arguments", "config", "local_share", "optimizer", "overlap",
+         "zero_redundancy_optimizer", "holder_reduction", "overlapped_backward", "ddp_zero_hook", "cli"]  # fmt: skip
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 

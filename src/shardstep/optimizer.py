@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from shardstep.arguments import check_parameters, read_group, read_groups
 from shardstep.config import ShardConfig
+from shardstep.local_share import LocalShare
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.runtime.agreement import Claim, Facts, agree, step_agreement
-from shardstep.runtime.buffers import DEVICE_ALIGNMENT_NBYTES, dense_view, move_out
+from shardstep.runtime.buffers import DEVICE_ALIGNMENT_NBYTES, move_out
 from shardstep.runtime.clip_guard import guard
 from shardstep.runtime.collectives import broadcast_tensors, open_channel
 from shardstep.runtime.flat_memory import FlatMemory, RangeMessage
@@ -27,9 +28,8 @@ from shardstep.runtime.gathers import finish_gathers, make_gathers
 from shardstep.runtime.gradients import KeptGradients, ShardedGradients
 from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options
 from shardstep.runtime.norms import norms_by_parameter, total_norm
-from shardstep.runtime.parted_optimizer import PartedOptimizer
 from shardstep.runtime.probe import finest_layout
-from shardstep.state.resharding import Entry, cut_whole, join_entries, on_device_of, read_shard, reshard
+from shardstep.state.resharding import Entry, cut_whole, join_entries, read_shard, reshard
 from shardstep.state.state_dict import check_state_dict, pack_groups
 
 _owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedOptimizer]] = weakref.WeakKeyDictionary()
@@ -80,11 +80,9 @@ class ShardedOptimizer(Optimizer):
         agree(self._channel, Claim("shard(...)", failure, facts))
         self._take_the_model()
         self._make_ranks_equal()
-        self._entries_to_load: dict[Piece, Entry] = {}
-        self._parked: dict[Piece, Entry] = {}  # state of frozen parameters
         self._claimed = False
         self._closed = False
-        self._build_together(self._plan_for(_trainable(self.param_groups)), "shard(...)")
+        self._build_together(self._plan_for(_trainable(self.param_groups)), {}, "shard(...)")
         self._agreement = step_agreement(self._channel)
         guard(self)
         self._ready = True
@@ -152,29 +150,30 @@ class ShardedOptimizer(Optimizer):
             order=range(len(specs))[::-1],
         )
 
-    def _build_together(self, plan: Plan, action: str) -> None:
+    def _build_together(self, plan: Plan, entries: Mapping[Piece, Entry], action: str) -> None:
         """Build on all ranks, or raise on all: a rank may be refused a parameter that others do not hold."""
         failure = None
         try:
-            self._build_local(plan)
+            self._build_local(plan, entries)
         except Exception as error:
             failure = error
         agree(self._channel, Claim(action, failure, Facts()))
         self._connect(plan)
 
-    def _build_local(self, plan: Plan) -> None:
-        """Memory and local optimizers for a plan; the state of its pieces is in `_entries_to_load`."""
+    def _build_local(self, plan: Plan, entries: Mapping[Piece, Entry]) -> None:
+        """Memory and local optimizers for a plan; `entries` are the state of its pieces."""
         self._plan, self._facts = plan, Facts(map(str, plan.params))
-        params, rank = self._params, self._channel.rank
-        self._memory = FlatMemory(plan, params)
-        self._own = [memory.pieces[rank] for memory in self._memory.buckets]
-        self._tensors = [
-            list(map(self._tensor_of, memory.pieces[rank], memory.values[rank])) for memory in self._memory.buckets
-        ]
-        self._local = self._make_local([tensor for row in self._tensors for tensor in row])
-        self._load_entries()
-        self._parted = PartedOptimizer(self._local, self._tensors, self._make_part)
-        self._parted.reload()
+        self._memory = FlatMemory(plan, self._params)
+        self._share = LocalShare(
+            self._class,
+            self._defaults,
+            plan,
+            self._memory,
+            self._channel.rank,
+            self._layout,
+            join=self._config.gradients == "shard",
+        )
+        self._share.build(self.param_groups, entries)
 
     def _connect(self, plan: Plan) -> None:
         """What talks to other ranks. Its messages are told apart by counting, so all ranks get here, or none."""
@@ -197,27 +196,6 @@ class ShardedOptimizer(Optimizer):
             if self._config.gather == "overlap"
             else []
         )
-
-    def _tensor_of(self, piece: Piece, values: torch.Tensor) -> torch.Tensor:
-        """What the local optimizer steps: the parameter in its own shape, or a flat range of it.
-
-        A scalar keeps its shape in any layout: its state then looks like that of the plain optimizer.
-        """
-        whole = self._layout is Layout.WHOLE or self._plan.params[piece.param].shape == ()
-        return (self._memory.homes[piece.param] if whole else values).detach().requires_grad_()
-
-    def _make_local(self, tensors: Sequence[torch.Tensor]) -> Optimizer:
-        pieces = [piece for row in self._own for piece in row]
-        groups = [{key: value for key, value in g.items() if key != "param_names"} for g in self.param_groups]
-        for number, group in enumerate(groups):
-            members = [i for i, piece in enumerate(pieces) if self._plan.params[piece.param].group == number]
-            group["params"] = [tensors[i] for i in members]
-        names = {tensor: self._plan.params[piece.param].name for tensor, piece in zip(tensors, pieces, strict=True)}
-        return build(self._class, groups, self._defaults, names)
-
-    def _make_part(self, groups: list[dict[str, Any]]) -> Optimizer:
-        make: Callable[..., Optimizer] = self._class
-        return make(groups, **self._defaults)
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -271,22 +249,21 @@ class ShardedOptimizer(Optimizer):
     def _step_and_send(self) -> Exception | None:
         """Bucket by bucket: one is on its way while the next is stepped. Returns what failed on this rank."""
         failure = self._why_not_to_step()
-        self._parted.begin(self.param_groups)
+        try:
+            self._share.begin(self.param_groups, self._gradients.used)
+        except Exception as error:  # the others wait for what this rank sends; all raise together at the end
+            failure = failure or error
         for gather in self._gathers:
             gather.expect()
         for bucket, gather in enumerate(self._gathers):
             try:
-                gradients = self._gradients.of_bucket(bucket)
+                gradients = [self._gradients.of_run(bucket, run) for run in self._share.runs[bucket]]
                 if failure is None:
-                    shaped = [
-                        None if gradient is None else dense_view(gradient, 0, tensor)
-                        for gradient, tensor in zip(gradients, self._tensors[bucket], strict=True)
-                    ]
-                    self._parted.step(bucket, shaped)
-            except Exception as error:  # the others wait for what this rank sends; all raise together at the end
+                    self._share.step(bucket, gradients)
+            except Exception as error:
                 failure = error
             gather.send()
-        self._parted.end(self.param_groups)
+        self._share.end(self.param_groups)
         self._arriving = set(range(len(self._gathers)))
         return failure
 
@@ -395,7 +372,7 @@ class ShardedOptimizer(Optimizer):
     def _replan(self, trainable: Sequence[bool]) -> None:
         """Make a new plan and move what changes its holder. Called on all ranks, which have agreed on `trainable`."""
         self._gradients.settle()
-        old, entries = self._plan, self._entries()
+        old, entries = self._plan, self._share.entries()
         for piece, gradient in self._gradients.present():
             entries[piece] = {**entries.get(piece, {}), _GRADIENT: gradient}
         used = self._gradients.used
@@ -406,42 +383,18 @@ class ShardedOptimizer(Optimizer):
         for handle in self._forward_hooks:
             handle.remove()
         buffers = [values for memory in self._memory.buckets for values in memory.ranges]
-        self._entries_to_load = {piece: entry for piece, entry in moved.items() if entry}
-        self._build_together(plan, "a new plan")
+        self._build_together(plan, {piece: entry for piece, entry in moved.items() if entry}, "a new plan")
         move_out((p for p, travels in zip(self._params, trainable, strict=True) if not travels), buffers)
         self._gradients.take_over(gradients, used)
 
     # -- state --------------------------------------------------------------------------------------------------------
-
-    def _entries(self) -> dict[Piece, Entry]:
-        """The state of every piece that this rank holds and has stepped, also of frozen ones."""
-        live = {
-            piece: dict(self._local.state[tensor])
-            for pieces, tensors in zip(self._own, self._tensors, strict=True)
-            for piece, tensor in zip(pieces, tensors, strict=True)
-            if self._local.state.get(tensor)
-        }
-        return {**self._parked, **live}
-
-    def _load_entries(self) -> None:
-        """Give the local optimizer the state in `_entries_to_load`; what belongs to frozen parameters is put aside.
-
-        As it is: torch's `load_state_dict` would cast it to the parameter's dtype, and state may be wider on purpose.
-        """
-        entries = self._entries_to_load
-        for pieces, tensors in zip(self._own, self._tensors, strict=True):
-            for piece, tensor in zip(pieces, tensors, strict=True):
-                if piece in entries:
-                    group = self.param_groups[self._plan.params[piece.param].group]
-                    self._local.state[tensor] = on_device_of(tensor, entries.pop(piece), group)
-        self._parked, self._entries_to_load = entries, {}
 
     @property
     def state(self) -> Any:
         """This rank's state by parameter: flat, the elements it holds, in order. To look at; writing has no effect."""
         params = self._params
         found: dict[torch.Tensor, list[tuple[Piece, Entry]]] = {}
-        for piece, entry in sorted(self._entries().items(), key=lambda item: (item[0].param, item[0].start)):
+        for piece, entry in sorted(self._share.entries().items(), key=lambda item: (item[0].param, item[0].start)):
             found.setdefault(params[piece.param], []).append((piece, entry))
         return {
             param: join_entries([entry for _, entry in rows], [piece.numel for piece, _ in rows])
@@ -474,7 +427,7 @@ class ShardedOptimizer(Optimizer):
                 plan, entries = read_shard(state_dict, self._channel.rank, self._plan)
             else:
                 sizes = [len(group["params"]) for group in self.param_groups]
-                keys = check_state_dict(state_dict, self._plan.params, sizes, type(self._local))
+                keys = check_state_dict(state_dict, self._plan.params, sizes, type(self._share.local))
                 flat = self._params if self._layout is Layout.FLAT else None
                 entries = cut_whole(state_dict["state"], keys, self._plan, self._channel.rank, flat)
             copy_options(state_dict["param_groups"], self.param_groups)
@@ -485,10 +438,7 @@ class ShardedOptimizer(Optimizer):
         except Exception:
             copy_options(before, self.param_groups)
             raise
-        self._entries_to_load = copy.deepcopy(reshard(self._channel, plan, self._plan, entries))
-        self._local.state.clear()
-        self._load_entries()
-        self._parted.reload()
+        self._share.build(self.param_groups, copy.deepcopy(reshard(self._channel, plan, self._plan, entries)))
 
 
 def _trainable(param_groups: Sequence[Mapping[str, Any]]) -> list[bool]:

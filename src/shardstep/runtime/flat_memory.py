@@ -21,6 +21,7 @@ class BucketMemory:
         torch.Tensor, ...
     ]  # flat, of each rank; what lies between two parameters is no one's, and travels too
     pieces: tuple[tuple[Piece, ...], ...]  # of each rank
+    offsets: tuple[tuple[int, ...], ...]  # where each of those begins in its rank's range
     values: tuple[tuple[torch.Tensor, ...], ...]  # flat, of each of those pieces
 
     @property
@@ -73,13 +74,15 @@ class FlatMemory:
             for bucket in members:
                 memory[id(bucket)] = _bucket_memory(bucket, places, values, plan.world_size)
         self.buckets = [memory[id(bucket)] for bucket in plan.buckets]
+        self._expected = {index: (view.data_ptr(), view.stride()) for index, view in self.homes.items()}
         self.adopt(params)
 
     def adopt(self, params: Sequence[torch.Tensor]) -> None:
         """Make the parameters views of the buffers; again, if the program has given one other memory since."""
-        for index, view in self.homes.items():
+        for index, expected in self._expected.items():
             param = params[index]
-            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
+            if (param.data_ptr(), param.stride()) != expected:
+                view = self.homes[index]
                 if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
                     raise RuntimeError(
                         f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device} became one of shape "
@@ -106,12 +109,17 @@ def _bucket_memory(bucket: Bucket, places: dict[Piece, int], values: torch.Tenso
     for piece in bucket.pieces:
         rows[piece.rank].append(piece)
     ranges = [values[places[row[0]] : places[row[-1]] + row[-1].numel] if row else values[:0] for row in rows]
+    offsets = [tuple(places[piece] - places[row[0]] for piece in row) for row in rows]
     flat = [[values[places[piece] : places[piece] + piece.numel] for piece in row] for row in rows]
-    return BucketMemory(bucket, tuple(ranges), tuple(map(tuple, rows)), tuple(map(tuple, flat)))
+    return BucketMemory(bucket, tuple(ranges), tuple(map(tuple, rows)), tuple(offsets), tuple(map(tuple, flat)))
 
 
 def flat_gradient(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """The elements of `gradient` in the order in which those of `param` lie in memory."""
-    flat = gradient.detach().permute(storage_order(param)).reshape(-1)
+    flat = gradient.detach()
+    if param.is_contiguous() and gradient.is_contiguous():  # most are, and there may be thousands of them
+        flat = flat.view(-1)
+    else:
+        flat = flat.permute(storage_order(param)).reshape(-1)
     # A single element may have any stride, and the wire takes bytes that lie side by side.
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)

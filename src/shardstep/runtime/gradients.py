@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardstep.planning import Piece, Plan
+from shardstep.planning.runs import Run
 from shardstep.runtime.collectives import Channel
 from shardstep.runtime.flat_memory import FlatMemory, RangeMessage, flat_gradient
 from shardstep.runtime.gathers import finish_gathers, make_gathers
@@ -34,6 +35,7 @@ class ShardedGradients:
         self._place = {param: place for place, param in enumerate(params)}
         self._travels = set(memory.homes)
         self._own = [bucket.pieces[channel.rank] for bucket in memory.buckets]
+        self._offsets = [bucket.offsets[channel.rank] for bucket in memory.buckets]
         self._used: list[bool] = [False] * len(params)
         self._hooks = BackwardHooks(model, params, self.reducer, syncs, self._after_pass)
 
@@ -66,8 +68,18 @@ class ShardedGradients:
         pieces = self._own[bucket]
         if shard is None:
             return [None] * len(pieces)
-        parts = _split(shard, pieces)
+        parts = self._split(shard, bucket)
         return [part if self._used[piece.param] else None for piece, part in zip(pieces, parts, strict=True)]
+
+    def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
+        """The mean gradients of neighbours, which all have one or none."""
+        shard = self.reducer.land(bucket)
+        return shard[run.start : run.stop] if shard is not None and self._used[run.pieces[0].param] else None
+
+    def _split(self, values: torch.Tensor, bucket: int) -> list[torch.Tensor]:
+        """By pieces, what lies in this rank's range of a bucket."""
+        places = zip(self._own[bucket], self._offsets[bucket], strict=True)
+        return [values[offset : offset + piece.numel] for piece, offset in places]
 
     def unsent(self) -> list[int]:
         """Parameters whose gradient was never reduced, once all passes are settled."""
@@ -86,9 +98,8 @@ class ShardedGradients:
         self.reducer.take_over(self._used)
         if any(self._used):
             for bucket, (memory, pieces) in enumerate(zip(self._memory.buckets, self._own, strict=True)):
-                sample = memory.ranges[self._channel.rank]
-                shard = sample.new_zeros(sum(piece.numel for piece in pieces))
-                for piece, part in zip(pieces, _split(shard, pieces), strict=True):
+                shard = torch.zeros_like(memory.ranges[self._channel.rank])
+                for piece, part in zip(pieces, self._split(shard, bucket), strict=True):
                     if piece in gradients:
                         part.copy_(gradients[piece].reshape(-1))
                 self.reducer.shards[bucket] = shard
@@ -173,7 +184,7 @@ class KeptGradients(ShardedGradients):
             shard = self.reducer.shards[bucket]
             assert shard is not None, "a pass reduces every bucket"
             own = self._mean_memory.buckets[bucket].values[self._channel.rank]
-            for values, part in zip(own, _split(shard, self._own[bucket]), strict=True):
+            for values, part in zip(own, self._split(shard, bucket), strict=True):
                 values.copy_(part)
             self.reducer.shards[bucket] = None
             gather.send()
@@ -190,12 +201,16 @@ class KeptGradients(ShardedGradients):
         return [flag and place not in self._travels for place, flag in enumerate(self._late)]
 
     def of_bucket(self, bucket: int) -> list[torch.Tensor | None]:
-        found: list[torch.Tensor | None] = []
-        for piece in self._own[bucket]:
-            param = self._params[piece.param]
-            flat = None if param.grad is None else flat_gradient(param, param.grad)
-            found.append(None if flat is None else flat[piece.start : piece.stop])
-        return found
+        return [self._of_piece(piece) for piece in self._own[bucket]]
+
+    def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
+        """What is in `param.grad` lies nowhere side by side: every run is one piece."""
+        (piece,) = run.pieces
+        return self._of_piece(piece)
+
+    def _of_piece(self, piece: Piece) -> torch.Tensor | None:
+        param = self._params[piece.param]
+        return None if param.grad is None else flat_gradient(param, param.grad)[piece.start : piece.stop]
 
     def unsent(self) -> list[int]:
         return []
@@ -208,7 +223,3 @@ class KeptGradients(ShardedGradients):
     def hides(self, param: torch.Tensor) -> bool:
         del param
         return False
-
-
-def _split(values: torch.Tensor, pieces: Sequence[Piece]) -> Sequence[torch.Tensor]:
-    return torch.split(values, [piece.numel for piece in pieces]) if pieces else ()

@@ -17,7 +17,7 @@ import torch
 from shardstep.planning import Piece
 from shardstep.planning.schedule import LaunchOrder
 from shardstep.runtime.collectives import Channel, PendingRecords, gather_records, take_tags
-from shardstep.runtime.flat_memory import FlatMemory, flat_gradient
+from shardstep.runtime.flat_memory import BucketMemory, FlatMemory, flat_gradient
 from shardstep.runtime.reductions import Reduction, start_reduction
 
 # How many buckets may be on the wire before backward waits for the oldest: each needs memory for what arrives.
@@ -39,6 +39,8 @@ class GradientReducer:
         self._params = params
         self._buckets = [bucket.bucket for bucket in memory.buckets]
         self._by_rank = [bucket.pieces for bucket in memory.buckets]
+        self._offsets = [bucket.offsets for bucket in memory.buckets]
+        self._nothing = [bucket.ranges[0].new_zeros(_widest_gap(bucket)) for bucket in memory.buckets]
         self._members = [{piece.param for piece in bucket.pieces} for bucket in self._buckets]
         self._order = LaunchOrder(self._members)
         self._tags = [take_tags(channel) for _ in self._buckets]
@@ -98,12 +100,15 @@ class GradientReducer:
 
     def _chunk(self, bucket: int, rank: int) -> torch.Tensor:
         """What this rank computed for a rank's range. One large piece is sent from the gradient's own memory."""
-        parts = [self._part(piece) for piece in self._by_rank[bucket][rank]]
-        if not parts:
-            sample = self._params[self._buckets[bucket].pieces[0].param]
-            chunk = torch.empty(0, dtype=sample.dtype, device=sample.device)
-        else:
-            chunk = parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts: list[torch.Tensor] = []
+        end = 0
+        for piece, offset in zip(self._by_rank[bucket][rank], self._offsets[bucket][rank], strict=True):
+            if offset > end:  # gradients lie as the parameters do, so that both can be stepped in one go
+                parts.append(self._nothing[bucket][: offset - end])
+            parts.append(self._part(piece))
+            end = offset + piece.numel
+        parts = parts or [self._nothing[bucket][:0]]
+        chunk = parts[0] if len(parts) == 1 else torch.cat(parts)
         return chunk if self._wire_dtype is None else chunk.to(self._wire_dtype)
 
     def _part(self, piece: Piece) -> torch.Tensor:
@@ -205,6 +210,18 @@ def _mean(arrivals: Sequence[torch.Tensor], own: int) -> torch.Tensor:
             total.add_(addend[start : start + block])
         total.div_(len(arrivals))
     return first
+
+
+def _widest_gap(memory: BucketMemory) -> int:
+    """Between the end of a piece and the beginning of the next, in elements."""
+    return max(
+        (
+            offsets[place + 1] - offset - pieces[place].numel
+            for pieces, offsets in zip(memory.pieces, memory.offsets, strict=True)
+            for place, offset in enumerate(offsets[:-1])
+        ),
+        default=0,
+    )
 
 
 def _any(rows: Sequence[bytes]) -> list[bool]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardstep.planning import Piece, Plan
+from shardstep.planning.runs import Run
 from shardstep.runtime.collectives import Channel
 from shardstep.runtime.flat_memory import flat_gradient
 from shardstep.state.consolidation import move_state
@@ -80,6 +81,48 @@ def join_entries(entries: Sequence[Entry], numels: Sequence[int]) -> Entry:
         else entries[0][name]
         for name in entries[0]
     }
+
+
+def cut_from_run(entry: Mapping[str, Any], run: Run, offset: int, numel: int) -> Entry:
+    """The state of one piece of a run. Views of what is kept per element, copies of counters."""
+    if len(run.pieces) == 1:
+        return dict(entry)
+    return {
+        name: value[offset : offset + numel] if _is_cut(value, run.numel) else copy.deepcopy(value)
+        for name, value in entry.items()
+    }
+
+
+def join_in_run(run: Run, entries: Mapping[Piece, Entry], like: torch.Tensor) -> Entry:
+    """The state of a run from those of its pieces, which count alike; on the device of `like`."""
+    first = run.pieces[0]
+    if len(run.pieces) == 1:
+        return dict(entries[first])
+    joined = dict(entries[first])
+    for name, value in entries[first].items():
+        if _is_cut(value, first.numel):
+            whole = joined[name] = torch.zeros(run.numel, dtype=value.dtype, device=like.device)
+            for piece, offset in zip(run.pieces, run.offsets, strict=True):
+                whole[offset : offset + piece.numel] = entries[piece][name]
+    return joined
+
+
+def counts_alike(one: Entry | None, piece: Piece, other: Entry | None, neighbour: Piece) -> bool:
+    """Whether the states of two pieces differ only in what is kept per element, so that they can be one."""
+    if one is None or other is None:
+        return one is other
+    return list(one) == list(other) and all(
+        _is_cut(other[name], neighbour.numel) and other[name].dtype is value.dtype
+        if _is_cut(value, piece.numel)
+        else _equal(value, other[name])
+        for name, value in one.items()
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
+    return type(one) is type(other) and bool(one == other)
 
 
 def on_device_of(tensor: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> Entry:
