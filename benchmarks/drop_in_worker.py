@@ -20,7 +20,6 @@ from contenders import (
     TOY,
     Contender,
     Setting,
-    Trainee,
     first_different_entry,
     first_different_param,
 )
@@ -28,7 +27,7 @@ from meters import count_calls, observe, slowest_rank_seconds
 
 WARM_UP_STEPS = 3  # DDP rebuilds its buckets after the first step; AdamW allocates its state in it
 
-AnyTrainee = TypeVar("AnyTrainee", bound=Trainee)
+AnyContender = TypeVar("AnyContender")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -55,7 +54,7 @@ def from_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def in_turn(contenders: list[AnyTrainee], turn: int) -> list[AnyTrainee]:
+def in_turn(contenders: list[AnyContender], turn: int) -> list[AnyContender]:
     """The order of this round: whoever was first last time is last now, so that none always runs on a warm cache."""
     shift = turn % len(contenders)
     return contenders[shift:] + contenders[:shift]

@@ -162,6 +162,7 @@ def main() -> None:
         for contender in contenders:
             contender.train(WARM_UP_STEPS)
         result["parameter_bytes"] = sum(param.nbytes for param in contenders[0].params())
+        result["largest_bytes"] = max(param.nbytes for param in contenders[0].params())
         result["step_seconds"] = measure_steps(contenders, arguments.rounds, arguments.steps)
         result["traffic"] = measure_traffic(contenders)
         result["largest_difference"] = compare(contenders)
