@@ -30,8 +30,8 @@ ignores). Exit status: 0 if every target is met, 1 if one is not, 2 if a rank fa
 """
 
 METHOD = """\
-Gloo over loopback, 2 ranks, one thread each. Times are of the processor, on the thread that trains (Linux's clock of the
-thread), so that waiting for another rank does not count; medians over the rounds, rank 0."""
+Gloo over loopback, 2 ranks, one thread each. Times are of the processor, on the thread that trains (Linux's clock of
+the thread), so that waiting for another rank does not count; medians over the rounds, rank 0."""
 
 FEW, MANY = 20, 2_000
 PARTS = ("backward", "step", "both")
@@ -101,15 +101,10 @@ def runs_of(result: Result, name: str) -> tuple[str]:
 
 def all_targets(results: Sequence[Result]) -> list[Target]:
     most = results[-1]
-    ours = milliseconds(most, "shardstep", "both").median
-    return [
-        Target(
-            f"shardstep / {peer}, {most['parameters']:,} parameters",
-            1.0,
-            ours / milliseconds(most, peer, "both").median,
-        )
-        for peer in ("DDP, foreach", "torch ZeRO, foreach")
-    ]
+    both = {name: milliseconds(most, name, "both").median for name in most["seconds"]}
+    what = f"{most['parameters']:,} parameters"
+    peers = ("DDP, foreach", "torch ZeRO, foreach")
+    return [Target(f"shardstep / {peer}, {what}", 1.0, both["shardstep"] / both[peer]) for peer in peers]
 
 
 def main() -> int:
