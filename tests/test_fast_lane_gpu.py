@@ -12,8 +12,8 @@ from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 import shardstep
+from fast_lane_training import SMALL_BUCKETS, Net, batch, loss_of
 from shardstep import Layout, ShardConfig
-from test_fast_lane import SMALL_BUCKETS, Net, batch, loss_of
 from training import assert_ranks_equal
 
 pytestmark = [

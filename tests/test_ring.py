@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import optim
 
+from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
 from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardstep.runtime import collectives, gathers
 from shardstep.runtime.collectives import open_channel
 from shardstep.runtime.gathers import DirectGather
 from test_conformance import twenty_steps
-from test_fast_lane import SMALL_BUCKETS, Net, assert_trains_like_ddp
 from test_overlap import delays, parity
 from training import assert_ranks_equal, assert_same, make_params, set_gradients, twins
 

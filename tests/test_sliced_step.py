@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import optim
 
+from fast_lane_training import assert_trains_like_ddp
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
 from shardstep.runtime import sliced_step
 from shardstep.runtime.sliced_step import ElementwiseGroups, SlicedStep
 from test_conformance import ROWS
-from test_fast_lane import assert_trains_like_ddp
 from training import assert_same, assert_states_equal, make_params, set_gradients, twins
 
 IN_SLICES = [

@@ -1,0 +1,246 @@
+"""Faults that reviews of the fast lane found, each with the case that showed it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import shardstep
+from fast_lane_training import (
+    SMALL_BUCKETS,
+    Breaks,
+    Matrices,
+    Net,
+    Normed,
+    NormScaled,
+    assert_trains_like_ddp,
+    batch,
+    loss_of,
+)
+from shardstep import Layout, ShardConfig
+from training import assert_ranks_equal, raised
+
+
+def shards_twice() -> None:
+    model, twin = Net(), Net()
+    first = shardstep.shard(model, optim.SGD, lr=0.1)
+    second = shardstep.shard(model, optim.SGD, lr=0.1)
+    other = shardstep.shard(twin, optim.SGD, lr=0.1)
+    for net, opt in ((model, second), (twin, other)):
+        loss_of(net, batch(0)).backward()
+        opt.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert "closed" in raised(first.step)[1]
+
+
+def test_a_second_shard_of_a_model_takes_over(workers):
+    workers(2).run(shards_twice)
+
+
+class LateBreak(nn.Module):
+    """Breaks in backward after the output's gradient and before any parameter's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Breaks.apply(self.layer(x)) * 2
+
+
+def breaks_after_the_output() -> None:
+    model = LateBreak()
+    opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    Breaks.armed = dist.get_rank() == 1
+    loss = loss_of(model, batch(0))
+    if Breaks.armed:
+        assert raised(loss.backward)[0] == "ArithmeticError"
+    else:
+        loss.backward()
+    Breaks.armed = False
+    assert "failed on ranks [1]" in raised(opt.step)[1]
+    opt.zero_grad()
+    loss_of(model, batch(1)).backward()
+    opt.step()
+
+
+def test_a_backward_that_raises_before_the_first_gradient_hangs_nobody(workers):
+    workers(2).run(breaks_after_the_output)
+
+
+class Attending(nn.Module):
+    """nn.MultiheadAttention uses the weights of its out_proj without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(12)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x[None], x[None], x[None])[0]
+
+
+def attends() -> None:
+    assert_trains_like_ddp(Attending, config=ShardConfig(bucket_mb=SMALL_BUCKETS, gather="overlap"), width=8)
+
+
+def test_overlap_waits_for_weights_that_are_used_without_a_call(workers):
+    workers(2).run(attends)
+
+
+class GlobalNorm(NormScaled):
+    """Couples all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.stack([param.grad.norm() for param in params]).norm() if params else 1.0
+        for param in params:
+            param.sub_(param.grad / norm, alpha=self.defaults["lr"])
+
+
+def probes_what_does_not_move_yet() -> None:
+    assert shardstep.shard(Matrices(), optim.Adafactor, lr=0.0)._layout is Layout.WHOLE
+    assert shardstep.shard(Matrices(), NormScaled, lr=1e-9)._layout is Layout.WHOLE
+    assert shardstep.shard(Matrices(), optim.AdamW, lr=0.0)._layout is Layout.FLAT
+    assert "treats all parameters together" in raised(lambda: shardstep.shard(Matrices(), GlobalNorm, lr=0.1))[1]
+
+
+def test_the_probe_sees_through_a_learning_rate_of_zero_and_coupled_parameters(workers):
+    workers(2).run(probes_what_does_not_move_yet)
+
+
+def loads_channels_last() -> None:
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    twin = copy.deepcopy(model)
+    plain = optim.AdamW(twin.parameters(), lr=0.1)
+    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+    twin(x).square().mean().backward()
+    plain.step()
+    model.load_state_dict(twin.state_dict())
+    opt = shardstep.shard(model, optim.AdamW, lr=0.1)
+    opt.load_state_dict(plain.state_dict())
+    for net, o in ((twin, plain), (model, opt)):
+        o.zero_grad()
+        net(x).square().mean().backward()
+        o.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_plain_state_of_channels_last_parameters_loads(workers):
+    workers(2).run(loads_channels_last)
+
+
+class Wide(optim.SGD):
+    """Keeps wider state than its parameters, and a counter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state.setdefault("master", param.float())
+                    state.setdefault("count", torch.zeros((), dtype=torch.int64)).add_(1)
+                    state["master"].sub_(param.grad.float(), alpha=group["lr"])
+                    param.copy_(state["master"])
+
+
+def keeps_wide_state() -> None:
+    model = Matrices().bfloat16()
+    opt = shardstep.shard(model, Wide, lr=0.1)
+    for step in range(3):
+        model.first.requires_grad_(step != 1)
+        model(batch(step).bfloat16()).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    for entry in opt.state.values():
+        assert entry["master"].dtype == torch.float32
+        assert entry["count"].dtype == torch.int64
+
+
+def test_a_new_plan_does_not_narrow_the_state(workers):
+    workers(2).run(keeps_wide_state)
+
+
+def refuses_a_bias_on_one_rank() -> None:
+    kind, text = raised(lambda: shardstep.shard(nn.Linear(7, 5), optim.Muon, lr=0.1))
+    assert kind in ("ValueError", "RuntimeError")
+    assert "bias" in text
+
+
+def test_a_parameter_that_one_rank_is_refused_raises_on_all(workers):
+    workers(2).run(refuses_a_bias_on_one_rank)
+
+
+def evaluates_alone() -> None:
+    model = Normed()
+    opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+        opt.step()
+        opt.zero_grad()
+        if dist.get_rank() == 0:
+            model.eval()
+            with torch.no_grad():
+                model(batch(step))
+            model.train()
+    assert_ranks_equal([*model.parameters(), *model.buffers()])
+
+
+def test_one_rank_may_evaluate_alone(workers):
+    workers(2).run(evaluates_alone)
+
+
+def sends_a_strided_scalar() -> None:
+    """autograd may hand out a gradient of one element with any stride."""
+
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.ones(1)) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[:, :3] * torch.stack([self.a, self.b, self.c], dim=1)
+
+    model = Stacked()
+    opt = shardstep.shard(model, optim.SGD, lr=1.0, config=ShardConfig(bucket_mb=0.000004))
+    model(torch.ones(1, 7)).sum().backward()
+    opt.step()
+    assert torch.equal(model.b, torch.zeros(1))
+
+
+def test_gradients_of_one_element_and_any_stride(workers):
+    workers(2).run(sends_a_strided_scalar)
+
+
+def copies_a_sharded_model() -> None:
+    """A copy (an average of weights, a teacher) computes gradients of its own; they are nobody's business."""
+    model = Matrices()
+    opt = shardstep.shard(model, optim.AdamW, lr=0.05)
+    twin = copy.deepcopy(model)
+    plain = optim.AdamW(twin.parameters(), lr=0.05)
+    for step in range(6):
+        for net in (model, twin):
+            net.first.requires_grad_(step not in (2, 3))
+            loss_of(net, batch(step)).backward()
+        for param in twin.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        for optimizer in (opt, plain):
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_a_copy_of_a_sharded_model_is_left_alone(workers):
+    workers(2).run(copies_a_sharded_model)
