@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
@@ -244,3 +245,75 @@ def copies_a_sharded_model() -> None:
 
 def test_a_copy_of_a_sharded_model_is_left_alone(workers):
     workers(2).run(copies_a_sharded_model)
+
+
+class Halves(nn.Module):
+    """Two parameters, of which the second is frozen at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(4))
+        self.second = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.first).sum() + (x * self.second).sum()
+
+
+def clips_what_was_just_unfrozen() -> tuple[float, float]:
+    model = Halves()
+    opt = shardstep.shard(model, optim.SGD, lr=1.0, config=ShardConfig(gradients="keep"))
+    model(torch.ones(4)).backward()
+    opt.step()
+    opt.zero_grad()
+    model.second.requires_grad_()
+    model(torch.full((4,), 1.0 + 8 * dist.get_rank())).backward()
+    norm = opt.clip_grad_norm_(1.0)
+    before = model.second.detach().clone()
+    opt.step()
+    return norm.item(), (before - model.second.detach())[0].item()
+
+
+def test_kept_gradients_of_what_was_just_unfrozen_are_clipped_by_one_norm(workers):
+    for norm, moved in workers(2).run(clips_what_was_just_unfrozen):
+        assert norm == pytest.approx(5 * 8**0.5)  # eight elements of the mean of 1 and 9
+        assert moved == pytest.approx(1 / 8**0.5, rel=1e-5)
+
+
+class CountsSteps(optim.SGD):
+    """A counter on the optimizer itself, of which a new instance would know nothing."""
+
+    calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1 / self.calls)
+
+
+class TwoVectors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(5))
+        self.sometimes = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return (self.used.square().sum() + (self.sometimes.square().sum() if both else 0.0)) * x
+
+
+def counts_on_through_unused_parameters() -> None:
+    model, plain_model = TwoVectors(), TwoVectors()
+    opt, plain = shardstep.shard(model, CountsSteps, lr=1.0), CountsSteps(plain_model.parameters(), lr=1.0)
+    for both in (True, True, False, True):
+        for net, optimizer in ((model, opt), (plain_model, plain)):
+            net(torch.tensor(1.0), both).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_counter_on_the_optimizer_survives_a_step_without_some_gradients(workers):
+    workers(2).run(counts_on_through_unused_parameters)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -321,6 +323,23 @@ def saved_and_loaded() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_15_overlap_cannot_save(workers, world_size):
     workers(world_size).run(saved_and_loaded)
+
+
+def state_before_the_buckets_are_known() -> bool:
+    """Whether the optimizer of the first passes is gone once DDP's buckets are final, and its state with it."""
+    ddp = wrapped(model_for(AdamW))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, overlap_with_ddp=True, train_from_first_step=True, lr=0.1)
+    ddp.register_comm_hook(None, hook_with_zero_step(allreduce_hook, ddp, zero))
+    first = weakref.ref(zero.optim)
+    for batch in batches(4, rank=dist.get_rank()):
+        ddp(batch).sum().backward()
+    assert zero._overlapped is not None
+    gc.collect()
+    return first() is None
+
+
+def test_state_is_not_kept_twice_when_the_buckets_are_final(workers):
+    assert all(workers(2).run(state_before_the_buckets_are_known))
 
 
 class Exploding(SGD):

@@ -163,13 +163,6 @@ class CountsOnItself(optim.Optimizer):
                 param.sub_(param.grad, alpha=0.1 / (self.calls + self.param_groups[0]["count"]))
 
 
-def test_counters_of_a_class_written_by_a_user_advance_once_per_step(sliced):
-    pair = Pair(CountsOnItself, {})
-    pair.train(4)
-    pair.assert_equal()
-    assert torch.Size((50, 16)) in sliced
-
-
 class ScalesByNorm(CountsOnItself):
     @torch.no_grad()
     def step(self, closure=None):
@@ -187,10 +180,74 @@ class OneStepSizeForAll(CountsOnItself):
                 param.sub_(param.grad / norm)
 
 
-@pytest.mark.parametrize("cls", [ScalesByNorm, OneStepSizeForAll])
-def test_an_optimizer_that_sees_more_than_one_element_is_stepped_whole(sliced, cls):
+class KeepsLists(optim.Optimizer):
+    """Momentum in a list, which no one who looks at tensors would find."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                (momentum,) = self.state[param].setdefault("buffers", [torch.zeros_like(param)])
+                param.sub_(momentum.mul_(0.9).add_(param.grad), alpha=0.1)
+
+
+class DecaysAll(CountsOnItself):
+    """Also what has no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.built_with:
+            param.mul_(0.9)
+
+
+class AdamWOfSomeone(optim.AdamW):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            param.mul_(0.99)
+
+
+@pytest.mark.parametrize(
+    "cls", [CountsOnItself, ScalesByNorm, OneStepSizeForAll, KeepsLists, DecaysAll, AdamWOfSomeone]
+)
+def test_a_class_written_by_a_user_is_stepped_whole(sliced, cls):
+    """Whatever it counts, wherever it keeps it, and whichever parameters it touches."""
     pair = Pair(cls, {})
-    pair.train(2)
+    for _ in range(3):
+        pair.train(1)
+        for plain, ours in zip(pair.plain_params, pair.params, strict=True):
+            assert torch.equal(plain, ours)
+    assert not sliced
+
+
+def test_hooks_on_a_step_see_all_of_it(sliced):
+    pair = Pair(optim.SGD, {"lr": 1.0})
+    pair.train(1)
+    assert sliced
+    sliced.clear()
+    before = [param.detach().clone() for param in pair.params]
+    seen = []
+    pair.whole.register_step_pre_hook(lambda *_: seen.append([param.grad is not None for param in pair.params]))
+    pair.whole.register_step_post_hook(
+        lambda *_: seen.append([not torch.equal(p, b) for p, b in zip(pair.params, before, strict=True)])
+    )
+    pair.train(1)
+    assert seen == [[True] * 3, [True] * 3]
+    assert not sliced
+
+
+def test_an_option_switched_later_counts(sliced):
+    pair = Pair(optim.AdamW, {})
+    pair.train(1)
+    assert sliced
+    sliced.clear()
+    for optimizer in (pair.plain, pair.whole):
+        optimizer.param_groups[0]["foreach"] = True
+    pair.train(1)
     pair.assert_equal()
     assert not sliced
 

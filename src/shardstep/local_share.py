@@ -4,8 +4,8 @@
 pieces that lie side by side in a bucket are one tensor to it: a bucket of a thousand small parameters is stepped in one
 call. Their state is one as well, and is cut up only where somebody looks at it. That holds as long as all of them are
 stepped together; when a step finds one without a gradient, they are taken apart, once and for all, because from then on
-each counts its own steps. Not where kernels round differently at the end of a tensor: fused ones on the CPU, and those
-for 16 bits.
+each counts its own steps. Only the classes of torch.optim: what others keep, and where, cannot be known. And not where
+kernels round differently at the end of a tensor: fused ones on the CPU, and those for 16 bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardstep.planning import Layout, Piece, Plan
 from shardstep.planning.runs import Run, find_runs
 from shardstep.runtime.buffers import dense_view
 from shardstep.runtime.flat_memory import BucketMemory, FlatMemory
-from shardstep.runtime.local_optimizer import build
+from shardstep.runtime.local_optimizer import build, is_of_torch
 from shardstep.runtime.parted_optimizer import PartedOptimizer
 from shardstep.state.resharding import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 
@@ -44,7 +44,7 @@ class LocalShare:
     ) -> None:
         self._class, self._defaults = optimizer_class, defaults
         self._plan, self._memory, self._rank, self._layout = plan, memory, rank, layout
-        self._join = join and layout is Layout.FLAT
+        self._join = join and layout is Layout.FLAT and is_of_torch(optimizer_class)
         self.runs: list[tuple[Run, ...]] = []  # by bucket
         self.parked: dict[Piece, Entry] = {}  # state of frozen parameters
 

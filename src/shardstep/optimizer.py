@@ -186,7 +186,7 @@ class ShardedOptimizer(Optimizer):
         self._arriving: set[int] = set()
         kind = KeptGradients if self._config.gradients == "keep" else ShardedGradients
         wire_dtype = self._config.reduce_dtype
-        self._gradients = kind(self._channel, plan, self._memory, params, self._model, wire_dtype, lambda: self._syncs)
+        self._gradients = kind(self._channel, self._memory, params, self._model, wire_dtype, lambda: self._syncs)
         buckets_of: dict[torch.Tensor, list[int]] = {}
         for number, bucket in enumerate(plan.buckets):
             for piece in bucket.pieces:
@@ -263,7 +263,8 @@ class ShardedOptimizer(Optimizer):
             except Exception as error:
                 failure = error
             gather.send()
-        self._share.end(self.param_groups)
+        if failure is None:
+            self._share.end(self.param_groups)
         self._arriving = set(range(len(self._gathers)))
         return failure
 
@@ -318,9 +319,9 @@ class ShardedOptimizer(Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns what it was."""
+        self._take_in_late_gradients()
         if self._config.gradients == "keep":
             return torch.nn.utils.clip_grad_norm_(self._params, max_norm, norm_type, error_if_nonfinite)
-        self._take_in_late_gradients()
         norm = total_norm(self._channel, [gradient for _, gradient in self._gradients.present()], norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(

@@ -132,7 +132,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Joinable.__init__(self)
         self._plan = self._plan_for(_travelling(self._all_params))
         self.optim = self._make_local(local_groups(self.param_groups, self._plan.params, self._held_by(self.rank)))
-        self._sliced = SlicedStep(self.optim, self._make_part, ElementwiseGroups(self._make_part))
+        self._sliced = self._slice_steps_of(self.optim)
         # A scheduler asks for options that only the local optimizer knows, such as momentum.
         self.defaults = dict(self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
@@ -170,6 +170,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _make_part(self, groups: list[dict[str, Any]]) -> Optimizer:
         make: Callable[..., Optimizer] = self._optimizer_class
         return make(groups, **self._given)
+
+    def _slice_steps_of(self, optim: Optimizer) -> SlicedStep:
+        return SlicedStep(optim, self._make_part, ElementwiseGroups(self._make_part))
 
     def _settings(self, plan: Plan) -> Iterator[str]:
         """What must be the same on every rank: how the optimizer was built, and every parameter."""
@@ -475,6 +478,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
         mine = sorted(layout.held[self.rank], key=lambda index: specs[index].group)
         self.optim = self._make_local(local_groups(self.param_groups, specs, mine))
+        self._sliced = self._slice_steps_of(self.optim)
         state = {place: moved[index] for place, index in enumerate(mine) if index in moved}
         self.optim.load_state_dict({"state": state, "param_groups": self.optim.state_dict()["param_groups"]})
         self._overlapped = OverlappedStep(self._channel, info, layout, self.optim, self._make_part)

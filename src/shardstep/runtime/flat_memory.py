@@ -58,6 +58,7 @@ class FlatMemory:
     """
 
     def __init__(self, plan: Plan, params: Sequence[torch.Tensor]) -> None:
+        self.plan = plan
         self.homes: dict[int, torch.Tensor] = {}  # of every parameter that travels: its view
         classes: dict[tuple[str, str], list[Bucket]] = {}
         for bucket in plan.buckets:

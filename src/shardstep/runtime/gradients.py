@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from shardstep.planning import Piece, Plan
+from shardstep.planning import Piece
 from shardstep.planning.runs import Run
 from shardstep.runtime.collectives import Channel
 from shardstep.runtime.flat_memory import FlatMemory, RangeMessage, flat_gradient
@@ -22,14 +23,12 @@ class ShardedGradients:
     def __init__(
         self,
         channel: Channel,
-        plan: Plan,
         memory: FlatMemory,
         params: Sequence[torch.Tensor],
         model: nn.Module,
         wire_dtype: torch.dtype | None,
         syncs: Callable[[], bool],
     ) -> None:
-        del plan
         self._channel, self._memory, self._params = channel, memory, params
         self.reducer = GradientReducer(channel, memory, params, wire_dtype)
         self._place = {param: place for place, param in enumerate(params)}
@@ -136,23 +135,14 @@ class ShardedGradients:
 class KeptGradients(ShardedGradients):
     """The mean stays in `param.grad` on every rank, as under DDP; what is there when `step` is called is stepped."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        plan: Plan,
-        memory: FlatMemory,
-        params: Sequence[torch.Tensor],
-        model: nn.Module,
-        wire_dtype: torch.dtype | None,
-        syncs: Callable[[], bool],
-    ) -> None:
-        super().__init__(channel, plan, memory, params, model, wire_dtype, syncs)
+    def __init__(self, channel: Channel, memory: FlatMemory, params: Sequence[torch.Tensor], *others: Any) -> None:
+        super().__init__(channel, memory, params, *others)
         self._means = [
             torch.empty_like(param.detach()) if place in memory.homes else param.new_empty(0)
             for place, param in enumerate(params)
         ]
         self._late = [False] * len(params)
-        self._mean_memory = FlatMemory(plan, self._means)
+        self._mean_memory = FlatMemory(memory.plan, self._means)
         self._gathers = make_gathers(
             channel,
             [

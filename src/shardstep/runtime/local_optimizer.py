@@ -36,6 +36,14 @@ def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
             )
 
 
+def is_of_torch(optimizer_class: Any) -> bool:
+    """Whether it is a class of torch.optim itself: these keep all they know of a parameter in its own state, in tensors
+    of its shape and in counters. A class of somebody else's may count on itself, in its groups, or in lists."""
+    while isinstance(optimizer_class, partial):
+        optimizer_class = optimizer_class.func
+    return isinstance(optimizer_class, type) and optimizer_class.__module__.startswith("torch.optim.")
+
+
 def local_groups(
     param_groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], mine: Sequence[int]
 ) -> list[dict[str, Any]]:

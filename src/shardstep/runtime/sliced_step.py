@@ -2,10 +2,10 @@
 
 AdamW as torch runs it on the CPU goes over the parameter, its gradient and both moments in eight passes. Over 77 MB
 every pass comes from memory; over slices of half a megabyte seven of the eight come from the cache, and the step takes
-a third of the time. The numbers are the same to the bit, for optimizers that treat every element alone: which these are
-is found by trying (probe.py), and all others are stepped as they are. So are parameters on a GPU, where what counts is
-the number of kernels; fused optimizers, which make a single pass anyway; and foreach, which does one operation on all
-slices before the next.
+a third of the time. The numbers are the same to the bit, for those optimizers of torch's that treat every element alone
+(probe.py finds them by trying). Classes of other people are stepped as they are: what they keep, and where, cannot be
+known. So are parameters on a GPU, where what counts is the number of kernels; fused optimizers, which make a single
+pass anyway; foreach, which does one operation on all slices before the next; and optimizers with hooks on their steps.
 
 Nothing of this can be seen from outside: the state stays with the whole parameter, in its shape. The slices have
 optimizers of their own, as the parts of parted_optimizer.py have, and hold nothing between steps.
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardstep.planning import Layout
-from shardstep.runtime.local_optimizer import copy_options
+from shardstep.runtime.local_optimizer import copy_options, is_of_torch
 from shardstep.runtime.probe import finest_layout
 
 SLICE_NBYTES = 512 * 1024  # a few of these, and what lies between, fit in a core's second-level cache
@@ -44,8 +45,10 @@ class ElementwiseGroups:
         self._known: dict[int, bool] = {}
 
     def has(self, number: int, group: Mapping[str, Any]) -> bool:
+        if group.get("fused") or group.get("foreach"):
+            return False
         if number not in self._known:
-            self._known[number] = not group.get("fused") and not group.get("foreach") and self._try(group)
+            self._known[number] = self._try(group)
         return self._known[number]
 
     def _try(self, group: Mapping[str, Any]) -> bool:
@@ -64,6 +67,8 @@ class SlicedStep:
 
     def step(self) -> Any:
         """Returns what the whole's own step returned."""
+        if not is_of_torch(type(self._whole)) or _has_hooks(self._whole):
+            return self._whole.step()
         state = self._whole.state
         large = [
             (param, gradient, self._blocks_of(param, group))
@@ -151,6 +156,16 @@ class _Block:
             tensor.grad = None
             tensor.data = tensor.data.new_empty(0)
         self.optimizer.state.clear()
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """On this optimizer's steps, or on every optimizer's: they would see half a step, or many."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+    )
 
 
 def _rows_per_slice(param: torch.Tensor) -> int:
