@@ -317,3 +317,39 @@ def counts_on_through_unused_parameters() -> None:
 
 def test_a_counter_on_the_optimizer_survives_a_step_without_some_gradients(workers):
     workers(2).run(counts_on_through_unused_parameters)
+
+
+def reaches_no_parameter(gradients: Any, clip: bool) -> None:
+    """On rank 1 the loss of the second batch does not depend on the model."""
+    model, plain_model = Net(), Net()
+    config = ShardConfig(gradients=gradients, bucket_mb=SMALL_BUCKETS)
+    opt, plain = (
+        shardstep.shard(model, optim.AdamW, lr=0.1, config=config),
+        optim.AdamW(plain_model.parameters(), lr=0.1),
+    )
+    for step in range(3):
+        alone = step == 1
+        if alone and dist.get_rank() == 1:
+            torch.ones(2, requires_grad=True).sum().backward()
+        else:
+            loss_of(model, batch(step)).backward()
+        if clip:
+            opt.clip_grad_norm_(1e6)
+        opt.step()
+        opt.zero_grad()
+        loss_of(plain_model, batch(step)).backward()
+        for param in plain_model.parameters():
+            if alone and dist.get_rank() == 1:
+                param.grad.zero_()
+            dist.all_reduce(param.grad)
+            param.grad.div_(2)
+        plain.step()
+        plain.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("gradients", ["shard", "keep"])
+def test_a_rank_whose_loss_reaches_no_parameter_hangs_nobody(workers, gradients, clip):
+    workers(2).run(reaches_no_parameter, gradients, clip)

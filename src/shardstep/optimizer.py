@@ -236,6 +236,8 @@ class ShardedOptimizer(Optimizer):
             broadcast_tensors(self._channel, buffers, source=0)
 
     def _take_in_late_gradients(self) -> None:
+        if self._channel.world_size > 1:
+            self._gradients.make_up_for_a_pass()
         late = self._gradients.settle()
         if not any(late):
             return
@@ -265,6 +267,7 @@ class ShardedOptimizer(Optimizer):
             gather.send()
         if failure is None:
             self._share.end(self.param_groups)
+        self._gradients.stepped()
         self._arriving = set(range(len(self._gathers)))
         return failure
 

@@ -44,6 +44,17 @@ class ShardedGradients:
     def remove_hooks(self) -> None:
         self._hooks.remove()
 
+    def make_up_for_a_pass(self) -> None:
+        """If no backward pass has reached a parameter here, it may have on other ranks, which wait for this one."""
+        self._hooks.recover()
+        if not self.reducer.passed and not self.unsent():
+            self.reducer.end()
+            self._after_pass()
+
+    def stepped(self) -> None:
+        """What comes from now on is for the next step."""
+        self.reducer.passed = False
+
     def settle(self) -> list[bool]:
         """Which gradients came too late to be reduced, on any rank; raises on all if a backward pass failed on one."""
         self._hooks.recover()

@@ -54,6 +54,7 @@ class GradientReducer:
         self._late: list[bool] = [False] * len(params)
         self.open = False  # whether a pass has begun and not ended
         self._unsettled = False
+        self.passed = False  # whether a pass was made since the last step
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class GradientReducer:
         for bucket in self._order.flush():
             self._launch(bucket)
         self.open = False
-        self._unsettled = True
+        self._unsettled = self.passed = True
         self._taken.clear()
         if self._records is not None:
             self._records.read()  # of an earlier pass; what it says is contained in the new one
@@ -162,6 +163,7 @@ class GradientReducer:
     def take_over(self, used: Sequence[bool]) -> None:
         """What an earlier plan's reducer knew."""
         self._used = list(used)
+        self.passed = True
 
     def unsettled(self) -> bool:
         """Whether a pass has ended since the last `settle`."""
