@@ -23,6 +23,9 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/drop_in.py
+	$(BIN)/python benchmarks/overlap.py
+	$(BIN)/python benchmarks/fast_lane.py
+	$(BIN)/python benchmarks/host_work.py
 
 # The stamp is newer than what it was made from: an edited requirements.txt or pyproject.toml installs again, nothing else does.
 $(READY): requirements.txt pyproject.toml
