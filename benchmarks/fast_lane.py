@@ -147,8 +147,8 @@ def memory_grid(results: Sequence[Result]) -> Grid:
         for r in sorted(results, key=lambda r: (r["ranks"], r["contenders"][0]))
     )
     note = (
-        "Peak of resident memory while training, over that before the model was made; the rank with most, and least, of "
-        "each launch. The target takes the median of the launches' most."
+        "Peak of resident memory while training, over that before the model was made; the rank with most, and least, "
+        "of each launch. The target takes the median of the launches' most."
     )
     return Grid("Memory", note, ("", "contender", "MB, most", "MB, least"), rows, labels=2)
 
