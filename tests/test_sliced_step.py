@@ -346,3 +346,30 @@ def test_the_drop_in_steps_large_parameters_in_slices(workers, bucket_view):
 
 def test_the_fast_lane_steps_large_pieces_in_slices(workers):
     assert all(workers(2).run(fast_lane))
+
+
+def test_a_first_step_that_fails_half_way_leaves_no_garbage_and_holds_nothing(monkeypatch):
+    pair = Pair(optim.AdamW, {}, shapes=((50, 16),))
+    pair.params[0].grad = torch.ones(50, 16)
+    original, calls = sliced_step._Block.step, []
+
+    def failing(self, param, gradient, before):
+        calls.append(self)
+        if len(calls) == 3:
+            raise ArithmeticError
+        original(self, param, gradient, before)
+
+    monkeypatch.setattr(sliced_step._Block, "step", failing)
+    # Memory that nobody has written is often zero by chance.
+    monkeypatch.setattr(
+        torch.Tensor,
+        "new_empty",
+        lambda self, shape: self.new_full(torch.Size([shape] if shape == 0 else shape), float("nan")),
+    )
+    with pytest.raises(ArithmeticError):
+        pair.step()
+    moment = pair.whole.state[pair.params[0]]["exp_avg"]
+    assert moment.isfinite().all()
+    assert moment[0].count_nonzero() == 16
+    assert moment[-1].count_nonzero() == 0
+    assert all(tensor.grad is None for tensor in calls[-1]._tensors)

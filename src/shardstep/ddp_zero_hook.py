@@ -8,7 +8,8 @@ runs the backward pass; the wrapped hook issues the bucket's reduction there. Ev
 thread, inside the same calls, in the order that `planning/schedule.py` derives from bucket numbers alone. Nothing is
 issued from a future's callback: those run on the backend's own threads, at a moment that differs from rank to rank,
 which is how torch's interleaved hook hangs on Gloo. Waiting for a reduction is safe here: it was issued by an earlier
-part of the same sequence, so every rank issues it without waiting for this one.
+part of the same sequence, so every rank issues it without waiting for this one. So is waiting for what goes round the
+ring: a rank passes on at bucket b only what the rank before it passed on at bucket b - 1, without waiting for this one.
 
 Python annotations are real objects in this file: DDP compares those of a hook with its own types.
 """
@@ -52,8 +53,8 @@ def hook_with_zero_step(
 ) -> Hook:
     """`hook`, which reduces a bucket, followed by the optimizer's step when the last bucket's gradients are there.
 
-    Steps and sends of early buckets overlap with the reductions of late ones. `shard_buckets` cuts buckets between
-    ranks at parameter boundaries, for an even share; otherwise bucket i belongs to rank i modulo the ranks.
+    Early buckets are stepped while late ones are still being reduced; then all are sent. `shard_buckets` cuts buckets
+    between ranks at parameter boundaries, for an even share; otherwise bucket i belongs to rank i modulo the ranks.
     """
     return _overlapping(hook, ddp, zero, shard_buckets, AFTER_BACKWARD)
 

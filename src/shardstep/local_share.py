@@ -22,10 +22,10 @@ from shardstep.runtime.buffers import dense_view
 from shardstep.runtime.flat_memory import BucketMemory, FlatMemory
 from shardstep.runtime.local_optimizer import build, is_of_torch
 from shardstep.runtime.parted_optimizer import PartedOptimizer
+from shardstep.runtime.sliced_step import CUT_ANYWHERE
 from shardstep.state.resharding import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 
 ParamGroups = Sequence[dict[str, Any]]
-_WIDE = (torch.float32, torch.float64)
 
 
 class LocalShare:
@@ -81,7 +81,9 @@ class LocalShare:
 
     def _may_join(self, piece: Piece, param_groups: ParamGroups) -> bool:
         home = self._memory.homes[piece.param]
-        rounds_alike = home.is_cuda or (home.dtype in _WIDE and not param_groups[self._group_of(piece)].get("fused"))
+        rounds_alike = home.is_cuda or (
+            home.dtype in CUT_ANYWHERE and not param_groups[self._group_of(piece)].get("fused")
+        )
         return self._join and home.dim() > 0 and rounds_alike
 
     def _tensor_of(self, run: Run, memory: BucketMemory) -> torch.Tensor:

@@ -32,7 +32,7 @@ _SLICES_PER_BLOCK = 16  # have one optimizer: in the first step, that many have 
 LEAST_NBYTES = 4 * 1024 * 1024  # smaller parameters stay in the third level as they are
 # Kernels leave their vector loop at the end of a tensor, and may round differently there: slices end where it goes on.
 _ALIGNMENT = 64
-_DTYPES = (torch.float32, torch.float64)  # in these, threads may cut a tensor anywhere without changing a bit
+CUT_ANYWHERE = (torch.float32, torch.float64)  # in these, a tensor may be cut at any element without changing a bit
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
@@ -89,10 +89,12 @@ class SlicedStep:
         for param, gradient, blocks in large:
             before = dict(state.get(param, {}))
             for block in blocks:
-                block.step(param, gradient, before)
-                if block.has_state():  # of an optimizer that keeps none there is no entry
-                    block.take_back(state[param])
-                block.let_go()
+                try:
+                    block.step(param, gradient, before)
+                    if block.has_state():  # of an optimizer that keeps none there is no entry
+                        block.take_back(state[param])
+                finally:
+                    block.let_go()
             torch.autograd.graph.increment_version(param)
         return result
 
@@ -145,7 +147,7 @@ class _Block:
                 after[key] = first
                 continue
             if not _has_shape(after.get(key), self.whole_shape):
-                after[key] = first.new_empty(self.whole_shape)
+                after[key] = first.new_zeros(self.whole_shape)  # not empty: a later block may fail, and leave its part
             for tensor, (start, stop) in zip(self._tensors, self._bounds, strict=True):
                 ours, theirs = after[key][start:stop], self.optimizer.state[tensor][key]
                 if ours.data_ptr() != theirs.data_ptr():
@@ -181,7 +183,7 @@ def _can_be_cut(param: torch.Tensor, gradient: torch.Tensor, state: Mapping[str,
 
     return (
         param.device.type == "cpu"
-        and param.dtype in _DTYPES
+        and param.dtype in CUT_ANYWHERE
         and param.numel() * param.element_size() >= LEAST_NBYTES
         and gradient.dtype is param.dtype
         and lies_like_param(param)
