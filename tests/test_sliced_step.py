@@ -360,12 +360,12 @@ def test_a_first_step_that_fails_half_way_leaves_no_garbage_and_holds_nothing(mo
         original(self, param, gradient, before)
 
     monkeypatch.setattr(sliced_step._Block, "step", failing)
-    # Memory that nobody has written is often zero by chance.
-    monkeypatch.setattr(
-        torch.Tensor,
-        "new_empty",
-        lambda self, shape: self.new_full(torch.Size([shape] if shape == 0 else shape), float("nan")),
-    )
+
+    def unwritten(self, shape):
+        """What nobody has written is often zero by chance."""
+        return self.new_full((shape,) if isinstance(shape, int) else shape, torch.nan)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", unwritten)
     with pytest.raises(ArithmeticError):
         pair.step()
     moment = pair.whole.state[pair.params[0]]["exp_avg"]

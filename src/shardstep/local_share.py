@@ -81,9 +81,8 @@ class LocalShare:
 
     def _may_join(self, piece: Piece, param_groups: ParamGroups) -> bool:
         home = self._memory.homes[piece.param]
-        rounds_alike = home.is_cuda or (
-            home.dtype in CUT_ANYWHERE and not param_groups[self._group_of(piece)].get("fused")
-        )
+        fused = param_groups[self._group_of(piece)].get("fused")
+        rounds_alike = home.is_cuda or (home.dtype in CUT_ANYWHERE and not fused)
         return self._join and home.dim() > 0 and rounds_alike
 
     def _tensor_of(self, run: Run, memory: BucketMemory) -> torch.Tensor:
