@@ -7,20 +7,16 @@ what counts is the ratio within a round. "fused" is AdamW(fused=True); torch ZeR
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 from drop_in_tables import megabytes
-from hosts import linked_hosts, run_on_hosts, why_impossible
+from hosts import why_impossible
+from launching import Result, start_all
 from report import SPREAD_COLUMNS, Grid, Report, Spread, Target, make_console
 
 EPILOG = """\
@@ -47,8 +43,6 @@ WEIGHED = ("DDP", "shardstep")
 WEIGHINGS = 3  # the allocator's moods make peaks of one launch differ by 40 MB from those of the next
 BASE_OF = {"shardstep": "DDP", "shardstep fused": "DDP fused"}
 LIMITS = {("shardstep", 2): 0.90, ("shardstep", 4): 0.85, ("shardstep fused", 2): 1.00, ("shardstep fused", 4): 0.97}
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +88,6 @@ def launches(arguments: argparse.Namespace) -> Iterator[Launch]:
         yield Launch(ranks, ON_ONE_MACHINE, None, arguments.rounds or (2 if quick else 10), 2, quick)
         for name in WEIGHED * (1 if quick else WEIGHINGS):
             yield Launch(ranks, (name,), None, 0, 1, quick)
-
-
-def run(launch: Launch, out: Path) -> Result:
-    """Start the ranks, wait, and read what rank 0 wrote."""
-    if launch.rate is not None:
-        with linked_hosts(launch.ranks, launch.rate):
-            run_on_hosts([sys.executable, *launch.command(out)], launch.ranks)
-    else:
-        starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.ranks)]
-        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        done = subprocess.run([*starter, *launch.command(out)], env=os.environ | settings, check=False)
-        if done.returncode and not out.exists():  # Gloo may abort at exit, when everything is written
-            raise RuntimeError(f"the ranks ended with status {done.returncode}; see above")
-    result: Result = json.loads(out.read_text())
-    return result | {"title": launch.title, "contenders": launch.contenders}
 
 
 def ratio(result: Result, ours: str, base: str) -> Spread:
@@ -208,15 +187,9 @@ def main() -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # or a terminated run would leave its hosts behind
     planned = list(launches(arguments))
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, launch in enumerate(planned, start=1):
-            console.print(f"[bold]launch {number} of {len(planned)}: {launch.title}")
-            try:
-                results.append(run(launch, Path(folder) / f"{number}.json"))
-            except RuntimeError as error:
-                console.print(f"{launch.title}: {error}", style="red", markup=False)
-                return 2
+    results = start_all(planned, console)
+    if results is None:
+        return 2
     timed = [result for result in results if "step_seconds" in result]
     weighed = [result for result in results if "memory" in result]
     network = "links of network namespaces on one machine" if arguments.hosts else "all ranks on one machine's loopback"

@@ -6,10 +6,7 @@ import argparse
 import ctypes
 import gc
 import json
-import os
-import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import FULL, LEARNING_RATE, TOY, TorchZero, Trainee, batches
-from drop_in_worker import from_all_ranks, in_turn, refuse, say
-from meters import count_calls, observe, resident_bytes, slowest_rank_seconds, start_of_peak
+from drop_in_worker import from_all_ranks, refuse, say
+from meters import resident_bytes, start_of_peak
+from rounds import leave, measure_steps, measure_traffic
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -103,27 +101,6 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure_steps(contenders: list[Trainee], rounds: int, steps: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for turn in range(rounds):
-        for contender in in_turn(contenders, turn):
-            seconds[contender.name].append(slowest_rank_seconds(partial(contender.train, steps)) / steps)
-        latest = ", ".join(f"{name} {values[-1]:.3f}" for name, values in seconds.items())
-        say(f"round {turn + 1} of {rounds}: {latest} s per step")
-    return seconds
-
-
-def measure_traffic(contenders: list[Trainee]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for contender in contenders:
-        one_step = partial(contender.train, 1)
-        results[contender.name] = {
-            "step": from_all_ranks(asdict(observe(one_step))),
-            "calls": from_all_ranks(asdict(count_calls(one_step))),
-        }
-    return results
-
-
 def measure_memory(name: str, config: GPTConfig) -> dict[str, Any]:
     """Peak of resident memory while one contender is built and trained, over what the process had before."""
     gc.collect()
@@ -153,7 +130,7 @@ def main() -> None:
     arguments = parse_arguments()
     dist.init_process_group("gloo")
     config = TOY if arguments.toy else FULL
-    result: dict[str, Any] = {"ranks": dist.get_world_size()}
+    result: dict[str, Any] = {"ranks": dist.get_world_size(), "contenders": arguments.contenders}
     if arguments.rounds == 0:
         (name,) = arguments.contenders
         result["memory"] = measure_memory(name, config)
@@ -169,9 +146,7 @@ def main() -> None:
         say(f"all hold the same parameters, to {result['largest_difference']:g}")
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(result))
-    dist.barrier()
-    sys.stderr.flush()
-    os._exit(0)  # Gloo's threads sometimes crash a process that used DDP when the interpreter ends
+    leave()
 
 
 if __name__ == "__main__":

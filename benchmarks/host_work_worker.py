@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drop_in_worker import in_turn, refuse, say
+from rounds import leave
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
@@ -100,9 +99,7 @@ def main() -> None:
         arguments.out.write_text(
             json.dumps({"parameters": arguments.parameters, "seconds": seconds, "tensors": tensors})
         )
-    dist.barrier()
-    sys.stderr.flush()
-    os._exit(0)  # Gloo's threads sometimes crash a process that used DDP when the interpreter ends
+    leave()
 
 
 if __name__ == "__main__":

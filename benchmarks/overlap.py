@@ -14,20 +14,16 @@ links busy from the first bucket to the last, and there is nothing to hide the p
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from drop_in_tables import megabytes
-from hosts import linked_hosts, run_on_hosts, why_impossible
+from hosts import why_impossible
+from launching import Result, start_all
 from report import SPREAD_COLUMNS, Grid, Report, Spread, Target, make_console
 
 EPILOG = """\
@@ -54,8 +50,6 @@ PAIRS = (
     *(("sharded", "AdamW"), ("overlap", "AdamW"), ("interleaved", "AdamW"), ("to holders", "AdamW")),
     *(("overlap", "sharded"), ("interleaved", "sharded"), ("to holders", "sharded")),
 )
-
-Result = dict[str, Any]  # what one launch of overlap_worker.py wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,21 +99,6 @@ def launches(arguments: argparse.Namespace) -> list[Launch]:
     rounds, steps = arguments.rounds or (3 if quick else 12), arguments.steps or 3
     worlds = arguments.ranks or ([2] if quick else [2, 4])
     return [Launch(ranks, None, rounds, steps, quick) for ranks in worlds]
-
-
-def run(launch: Launch, out: Path) -> Result:
-    """Start the ranks, wait, and read what rank 0 wrote."""
-    if launch.rate is not None:
-        with linked_hosts(launch.ranks, launch.rate):
-            run_on_hosts([sys.executable, *launch.command(out)], launch.ranks)
-    else:
-        starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(launch.ranks)]
-        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}  # as in drop_in.py
-        done = subprocess.run([*starter, *launch.command(out)], env=os.environ | settings, check=False)
-        if done.returncode:
-            raise RuntimeError(f"the ranks ended with status {done.returncode}; see above")
-    result: Result = json.loads(out.read_text())
-    return result | {"title": launch.title}
 
 
 def ratio(result: Result, pair: tuple[str, str]) -> Spread:
@@ -179,15 +158,9 @@ def main() -> int:
     # Otherwise a terminated run would leave its hosts behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     planned = launches(arguments)
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, launch in enumerate(planned, start=1):
-            console.print(f"[bold]launch {number} of {len(planned)}: {launch.title}")
-            try:
-                results.append(run(launch, Path(folder) / f"{number}.json"))
-            except RuntimeError as error:
-                console.print(f"{launch.title}: {error}", style="red", markup=False)
-                return 2
+    results = start_all(planned, console)
+    if results is None:
+        return 2
     network = "links of network namespaces on one machine" if arguments.hosts else "all ranks on one machine's loopback"
     report = Report(
         name="overlap_hosts" if arguments.hosts else "overlap",

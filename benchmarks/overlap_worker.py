@@ -5,19 +5,15 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import sys
 from collections.abc import Callable
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contenders import FULL, LEARNING_RATE, TOY, Trainee, first_different_param
-from drop_in_worker import from_all_ranks, in_turn, refuse, say
-from meters import count_calls, observe, slowest_rank_seconds
+from drop_in_worker import from_all_ranks, refuse, say
+from rounds import leave, measure_steps, measure_traffic
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from shardstep import ZeroRedundancyOptimizer
@@ -83,29 +79,6 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure_traffic(contenders: list[Trainee]) -> dict[str, Any]:
-    """Bytes and calls of one full step, per rank."""
-    results: dict[str, Any] = {}
-    for contender in contenders:
-        one_step = partial(contender.train, 1)
-        results[contender.name] = {
-            "step": from_all_ranks(asdict(observe(one_step))),
-            "calls": from_all_ranks(asdict(count_calls(one_step))),
-        }
-    return results
-
-
-def measure_steps(contenders: list[Trainee], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds per full step, one number per round, contenders in turn."""
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for turn in range(rounds):
-        for contender in in_turn(contenders, turn):
-            seconds[contender.name].append(slowest_rank_seconds(partial(contender.train, steps)) / steps)
-        latest = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in seconds.items())
-        say(f"round {turn + 1} of {rounds}: {latest} per step")
-    return seconds
-
-
 def digest(contender: Trainee) -> str:
     """Of all bits of all parameters."""
     total = hashlib.sha256()
@@ -158,9 +131,7 @@ def main() -> None:
     say(f"all ranks hold the same parameters; contenders differ by at most {largest:g}")
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(result))
-    dist.barrier()
-    sys.stderr.flush()
-    os._exit(0)  # Gloo's threads sometimes crash a process that used DDP when the interpreter ends
+    leave()
 
 
 if __name__ == "__main__":

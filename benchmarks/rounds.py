@@ -1,0 +1,44 @@
+"""What the ranks of benchmarks share: contenders in turn, bytes and calls of a step, and the way out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from contenders import Trainee
+from drop_in_worker import from_all_ranks, in_turn, say
+from meters import count_calls, observe, slowest_rank_seconds
+
+
+def measure_traffic(contenders: list[Trainee]) -> dict[str, Any]:
+    """Bytes and calls of one full step, per rank."""
+    results: dict[str, Any] = {}
+    for contender in contenders:
+        one_step = partial(contender.train, 1)
+        results[contender.name] = {
+            "step": from_all_ranks(asdict(observe(one_step))),
+            "calls": from_all_ranks(asdict(count_calls(one_step))),
+        }
+    return results
+
+
+def measure_steps(contenders: list[Trainee], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Seconds per full step, one number per round, contenders in turn."""
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for turn in range(rounds):
+        for contender in in_turn(contenders, turn):
+            seconds[contender.name].append(slowest_rank_seconds(partial(contender.train, steps)) / steps)
+        latest = ", ".join(f"{name} {values[-1]:.3f} s" for name, values in seconds.items())
+        say(f"round {turn + 1} of {rounds}: {latest} per step")
+    return seconds
+
+
+def leave() -> None:
+    """When all ranks have come here."""
+    dist.barrier()
+    sys.stderr.flush()
+    os._exit(0)  # Gloo's threads sometimes crash a process that used DDP when the interpreter ends
