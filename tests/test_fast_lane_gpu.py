@@ -96,3 +96,29 @@ def replans(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_freezing_and_loading(workers, ranks, options):
     workers(ranks, backend="nccl").run(replans, options, timeout=120)
+
+
+def holds_a_share_of_the_gradients() -> tuple[int, int]:
+    """Device memory that a backward pass leaves behind, and that of all gradients."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]).cuda()
+    opt = shardstep.shard(model, optim.AdamW, lr=0.05, config=ShardConfig(bucket_mb=3))
+    x = batch(1, 512).cuda()
+    for _ in range(2):
+        loss_of(model, x).backward()
+        opt.step()
+        opt.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss_of(model, x).backward()
+    opt.clip_grad_norm_(1.0)
+    torch.cuda.synchronize()
+    left = torch.cuda.memory_allocated() - before
+    opt.zero_grad()
+    assert torch.cuda.memory_allocated() - before < 100_000, "zero_grad gives it back"
+    return left, sum(param.nbytes for param in model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_keeps_its_share_of_the_gradients(workers, ranks):
+    for left, gradients in workers(ranks, backend="nccl").run(holds_a_share_of_the_gradients, timeout=120):
+        assert left <= 1.05 * gradients / ranks, f"{left / gradients:.2f} of the gradients on one of {ranks} ranks"

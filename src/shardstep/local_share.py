@@ -108,7 +108,7 @@ class LocalShare:
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
-    def begin(self, param_groups: ParamGroups, used: Sequence[bool]) -> None:
+    def begin(self, param_groups: ParamGroups, used: Sequence[int]) -> None:
         """A step begins; `used` are the parameters that have a gradient. Options are taken over as they are now."""
         if not all(used) and any(len({used[p.param] for p in run.pieces}) > 1 for runs in self.runs for run in runs):
             self._join = False

@@ -211,7 +211,7 @@ class ShardedOptimizer(Optimizer):
         self._agreement.begin()
         self._take_in_late_gradients()
         self._sync_buffers()
-        self._memory.adopt(self._params)
+        self._memory.adopt()
         failure = self._step_and_send()
         trainable = _trainable(self.param_groups)
         changed = trainable != [spec.trainable for spec in self._plan.params]

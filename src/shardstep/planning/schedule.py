@@ -7,6 +7,7 @@ function of bucket numbers alone: never of what has already arrived, which diffe
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -53,30 +54,42 @@ class LaunchOrder:
     def __init__(self, members: Sequence[Collection[int]]) -> None:
         """`members[b]` are the parameters of which bucket b holds elements."""
         self._sizes = [len(set(params)) for params in members]
-        self._buckets_of: dict[int, list[int]] = {}
+        self._buckets_of: defaultdict[int, list[int]] = defaultdict(list)
         for bucket, params in enumerate(members):
             for param in set(params):
-                self._buckets_of.setdefault(param, []).append(bucket)
-        self.begin()
+                self._buckets_of[param].append(bucket)
+        self._running = False
 
     def begin(self) -> None:
         """A backward pass begins."""
-        self._missing = list(self._sizes)
+        self._missing = [*self._sizes, -1]  # after the last bucket comes one that is never complete
         self._seen: set[int] = set()
         self._next = 0
+        self._running = True
 
-    def ready(self, param: int) -> range:
-        """The buckets to reduce now that the gradient of `param` is there. It may come twice; the first time counts."""
+    def note(self, param: int) -> bool:
+        """The gradient of `param` is there: is there something to do? Called for every parameter, so it does little.
+
+        Yes if a bucket is complete, which `take` then gives, or if no pass has begun. A gradient may come twice; the
+        first time counts.
+        """
+        if not self._running:
+            return True
         if param not in self._seen:
             self._seen.add(param)
-            for bucket in self._buckets_of.get(param, ()):
+            for bucket in self._buckets_of[param]:
                 self._missing[bucket] -= 1
+        return self._missing[self._next] == 0
+
+    def take(self) -> range:
+        """The buckets to reduce now."""
         start = self._next
-        while self._next < len(self._missing) and self._missing[self._next] == 0:
+        while self._missing[self._next] == 0:
             self._next += 1
         return range(start, self._next)
 
     def flush(self) -> range:
         """The buckets that are left at the end of the backward pass: gradients that did not come count as none."""
+        self._running = False
         start, self._next = self._next, len(self._sizes)
         return range(start, self._next)

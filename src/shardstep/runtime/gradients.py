@@ -32,10 +32,11 @@ class ShardedGradients:
         self._channel, self._memory, self._params = channel, memory, params
         self.reducer = GradientReducer(channel, memory, params, wire_dtype)
         self._place = {param: place for place, param in enumerate(params)}
-        self._travels = set(memory.homes)
+        self._travels = memory.homes.keys()
+        self._travelling = [params[place] for place in sorted(self._travels)]
         self._own = [bucket.pieces[channel.rank] for bucket in memory.buckets]
         self._offsets = [bucket.offsets[channel.rank] for bucket in memory.buckets]
-        self._used: list[bool] = [False] * len(params)
+        self._used: Sequence[int] = bytes(len(params))  # flags: whether some rank has a gradient
         self._hooks = BackwardHooks(model, params, self.reducer, syncs, self._after_pass)
 
     def _after_pass(self) -> None:
@@ -55,7 +56,7 @@ class ShardedGradients:
         """What comes from now on is for the next step."""
         self.reducer.passed = False
 
-    def settle(self) -> list[bool]:
+    def settle(self) -> Sequence[int]:
         """Which gradients came too late to be reduced, on any rank; raises on all if a backward pass failed on one."""
         self._hooks.recover()
         self._used, late, failed = self.reducer.settle()
@@ -67,9 +68,9 @@ class ShardedGradients:
             )
         return late
 
-    def reduce_late(self, late: Sequence[bool]) -> None:
+    def reduce_late(self, late: Sequence[int]) -> None:
         self.reducer.reduce_late()
-        self._used = [used or more for used, more in zip(self._used, late, strict=True)]
+        self._used = bytes(used or more for used, more in zip(self._used, late, strict=True))
         self.reducer.take_over(self._used)
 
     def of_bucket(self, bucket: int) -> list[torch.Tensor | None]:
@@ -93,7 +94,7 @@ class ShardedGradients:
 
     def unsent(self) -> list[int]:
         """Parameters whose gradient was never reduced, once all passes are settled."""
-        return [place for place in sorted(self._travels) if self._params[place].grad is not None]
+        return [self._place[param] for param in self._travelling if param.grad is not None]
 
     def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Every piece of this rank that has a gradient."""
@@ -102,9 +103,9 @@ class ShardedGradients:
                 if gradient is not None:
                     yield piece, gradient
 
-    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[bool]) -> None:
+    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[int]) -> None:
         """Shards that were reduced under an earlier plan."""
-        self._used = [*used, *[False] * (len(self._params) - len(used))]
+        self._used = bytes(used).ljust(len(self._params), b"\0")
         self.reducer.take_over(self._used)
         if any(self._used):
             for bucket, (memory, pieces) in enumerate(zip(self._memory.buckets, self._own, strict=True)):
@@ -115,7 +116,7 @@ class ShardedGradients:
                 self.reducer.shards[bucket] = shard
 
     @property
-    def used(self) -> list[bool]:
+    def used(self) -> Sequence[int]:
         return self._used
 
     def scale(self, factor: float) -> None:
@@ -133,7 +134,7 @@ class ShardedGradients:
                     param.grad.detach_().zero_()
         if to_none:
             self.reducer.drop()
-            self._used = [False] * len(self._params)
+            self._used = bytes(len(self._params))
         else:
             self.reducer.zero()
 
@@ -152,7 +153,7 @@ class KeptGradients(ShardedGradients):
             torch.empty_like(param.detach()) if place in memory.homes else param.new_empty(0)
             for place, param in enumerate(params)
         ]
-        self._late = [False] * len(params)
+        self._late: Sequence[int] = bytes(len(params))
         self._mean_memory = FlatMemory(memory.plan, self._means)
         self._gathers = make_gathers(
             channel,
@@ -168,10 +169,10 @@ class KeptGradients(ShardedGradients):
             super().reduce_late(self._late)
         self._spread()
 
-    def reduce_late(self, late: Sequence[bool]) -> None:
+    def reduce_late(self, late: Sequence[int]) -> None:
         """Every gradient is reduced again with those that were left out: the mean of equal means is that mean."""
         super().reduce_late(late)
-        self._late = [False] * len(self._params)
+        self._late = bytes(len(self._params))
         self._spread()
 
     def _spread(self) -> None:
@@ -194,12 +195,12 @@ class KeptGradients(ShardedGradients):
             if self._used[place]:
                 self._params[place].grad = self._means[place]
 
-    def settle(self) -> list[bool]:
+    def settle(self) -> Sequence[int]:
         """A pass settles at its own end; what is left are gradients of parameters that have no place in the plan."""
         self._hooks.recover()
         if self.reducer.unsettled():  # it failed
             self._late = super().settle()
-        return [flag and place not in self._travels for place, flag in enumerate(self._late)]
+        return [flag if place not in self._travels else 0 for place, flag in enumerate(self._late)]
 
     def of_bucket(self, bucket: int) -> list[torch.Tensor | None]:
         return [self._of_piece(piece) for piece in self._own[bucket]]
@@ -216,7 +217,7 @@ class KeptGradients(ShardedGradients):
     def unsent(self) -> list[int]:
         return []
 
-    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[bool]) -> None:
+    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[int]) -> None:
         """The gradients themselves are in `param.grad`."""
         super().take_over({}, used)
         self.reducer.shards = [None] * len(self._own)

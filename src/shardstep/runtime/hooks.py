@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardstep.planning.schedule import LaunchOrder
 from shardstep.runtime.reducer import GradientReducer
 
 
@@ -38,7 +39,7 @@ class BackwardHooks:
         # The hooks live as long as the parameters; a reference to this object would keep it alive as long.
         me = weakref.ref(self)
         self._handles: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(_when_ready(me, place))  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(_when_ready(me, reducer.order, place))  # type: ignore[no-untyped-call]
             for place, param in enumerate(params)
             if param.requires_grad
         ]
@@ -81,12 +82,15 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _when_ready(hooks: weakref.ref[BackwardHooks], place: int) -> Callable[[torch.Tensor], None]:
+def _when_ready(hooks: weakref.ref[BackwardHooks], order: LaunchOrder, place: int) -> Callable[[torch.Tensor], None]:
+    note = order.note
+
     def ready(param: torch.Tensor) -> None:
         del param
-        target = hooks()
-        if target is not None:
-            target.ready(place)
+        if note(place):  # for most parameters there is nothing to do: this is all that the host does for each
+            target = hooks()
+            if target is not None:
+                target.ready(place)
 
     return ready
 

@@ -35,20 +35,19 @@ def total_norm(channel: Channel, values: Sequence[torch.Tensor], norm_type: floa
 
 
 def _norms(values: Sequence[torch.Tensor], norm_type: float) -> list[float]:
-    """Of each tensor; those of a device are fetched together, so that the host waits for it once."""
-    filled = [place for place, value in enumerate(values) if value.numel()]
+    """Of each tensor; those of a dtype and device together: one call, and the host waits once."""
     norms = [0.0] * len(values)
-    if filled:
-        found = [
-            torch.linalg.vector_norm(values[place].detach(), norm_type, dtype=_wide(values[place])) for place in filled
-        ]
-        for place, norm in zip(filled, torch.stack([one.to(found[0].device) for one in found]).tolist(), strict=True):
+    classes: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, value in enumerate(values):
+        if value.numel():
+            classes.setdefault((value.dtype, value.device), []).append(place)
+    for (dtype, _), places in classes.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        chosen = [values[place] for place in places]
+        found = torch._foreach_norm(chosen, norm_type, dtype=None if wide is dtype else wide)
+        for place, norm in zip(places, torch.stack(found).tolist(), strict=True):
             norms[place] = norm
     return norms
-
-
-def _wide(value: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
 
 
 def _join(norms: Sequence[float], norm_type: float) -> float:

@@ -10,59 +10,106 @@ import torch.distributed as dist
 
 from shardstep.runtime.collectives import Channel, as_bytes, ring_pieces, take_tags, takes_many_messages
 
+Parts = Sequence[torch.Tensor]
+
 
 class Reduction(Protocol):
     """A bucket of gradients on its way to the ranks that hold it."""
 
-    def finish(self) -> list[torch.Tensor]:
-        """This rank's range as every rank computed it, in rank order. Sums are taken by the caller, always alike."""
+    def finish(self) -> Sequence[Parts]:
+        """The parts of this rank's range as every rank computed them, in rank order. Sums are taken by the caller."""
 
 
-def start_reduction(channel: Channel, chunks: Sequence[torch.Tensor], tag: int) -> Reduction:
-    """Send `chunks[r]` to rank r; they must not change before `finish`. `tag` is from `take_tags`."""
-    if takes_many_messages(channel, chunks[0].device):
-        return DirectReduction(channel, chunks, tag)
-    return ExchangedReduction(channel, chunks)
+def start_reduction(
+    channel: Channel, parts: Sequence[Parts], places: Sequence[slice], tag: int, landing: torch.Tensor | None
+) -> Reduction:
+    """Send `parts[r]` to rank r; they must not change before `finish`. `tag` is from `take_tags`.
+
+    `places` are those of this rank's own parts in its range. `landing` has the size of that range; what one other rank
+    sends may be received there.
+    """
+    if channel.world_size == 1:
+        return NoReduction(parts)
+    sample = next(part for row in parts for part in row)
+    if takes_many_messages(channel, sample.device):
+        return DirectReduction(channel, parts, places, tag, landing)
+    return ExchangedReduction(channel, [row[0] if row else sample.new_empty(0) for row in parts])
+
+
+def first_other(own: int) -> int:
+    """The first rank that is not this one."""
+    return 0 if own else 1
+
+
+class NoReduction:
+    """There is one rank."""
+
+    def __init__(self, parts: Sequence[Parts]) -> None:
+        self._parts = parts
+
+    def finish(self) -> Sequence[Parts]:
+        return self._parts
 
 
 class DirectReduction:
     """Every rank sends to every other: half the bytes of Gloo's own reduce_scatter, which is an all-reduce inside."""
 
-    def __init__(self, channel: Channel, chunks: Sequence[torch.Tensor], tag: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        parts: Sequence[Parts],
+        places: Sequence[slice],
+        tag: int,
+        landing: torch.Tensor | None,
+    ) -> None:
         own, count = channel.rank, channel.world_size
-        self._arrivals = [chunks[own] if rank == own else torch.empty_like(chunks[own]) for rank in range(count)]
+        self._parts = list(parts)  # what is being sent must live
+        self._arrivals = list(parts)
         self._work: list[Any] = []
         for shift in range(1, count):
             source, to = (own - shift) % count, (own + shift) % count
-            if chunks[own].numel():
-                landing = as_bytes(self._arrivals[source])
-                self._work.append(dist.irecv(landing, group=channel.group, group_src=source, tag=tag))
-            if chunks[to].numel():
-                self._work.append(dist.isend(as_bytes(chunks[to]), group=channel.group, group_dst=to, tag=tag))
-        self._chunks = chunks  # what is being sent must live
+            if places:
+                memory = landing if source == first_other(own) else None
+                self._arrivals[source] = rows = _landing(parts[own][0].dtype, places, memory)
+                for row in rows:
+                    self._work.append(dist.irecv(as_bytes(row), group=channel.group, group_src=source, tag=tag))
+            for part in parts[to]:
+                self._work.append(dist.isend(as_bytes(part), group=channel.group, group_dst=to, tag=tag))
+        if not places:
+            self._arrivals = [()] * count
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> Sequence[Parts]:
         for work in self._work:
             work.wait()
+        self._parts = []
         return self._arrivals
 
 
-class ExchangedReduction:
-    """One all-to-all: what NCCL's reduce-scatter moves, and it takes uneven ranges."""
+def _landing(dtype: torch.dtype, places: Sequence[slice], memory: torch.Tensor | None) -> list[torch.Tensor]:
+    """Memory for one rank's parts: in `memory` if they fit there as they are."""
+    if memory is None or memory.dtype != dtype:
+        memory = torch.empty(places[-1].stop, dtype=dtype)
+    return [memory[place] for place in places]
 
-    def __init__(self, channel: Channel, chunks: Sequence[torch.Tensor]) -> None:
-        count, own = channel.world_size, chunks[channel.rank]
-        self._outgoing = torch.cat(list(chunks))
+
+class ExchangedReduction:
+    """One all-to-all: what NCCL's reduce-scatter moves, and it takes uneven ranges. A range is one part."""
+
+    def __init__(self, channel: Channel, ranges: Sequence[torch.Tensor]) -> None:
+        count, own = channel.world_size, ranges[channel.rank]
+        self._outgoing = torch.cat(list(ranges))
         self._landing = own.new_empty(count * own.numel())
         self._count = count
-        splits = [chunk.numel() for chunk in chunks]
+        splits = [values.numel() for values in ranges]
         self._work = dist.all_to_all_single(
             self._landing, self._outgoing, [own.numel()] * count, splits, group=channel.group, async_op=True
         )
 
-    def finish(self) -> list[torch.Tensor]:
+    def finish(self) -> Sequence[Parts]:
         self._work.wait()
-        return list(self._landing.chunk(self._count)) if self._landing.numel() else [self._landing] * self._count
+        if not self._landing.numel():
+            return [()] * self._count
+        return [[values] for values in self._landing.chunk(self._count)]
 
 
 def reduce_parts(channel: Channel, parts: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
