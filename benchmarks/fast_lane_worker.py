@@ -26,6 +26,8 @@ from shardstep.cli.demo.gpt import GPT, GPTConfig
 
 WARM_UP_STEPS = 3
 MOST_DIFFERENCE = 1e-4  # with more than two ranks: a sum of three or more depends on its order
+M_MMAP_THRESHOLD = -3  # of malloc.h: from this size on, a block is mapped alone, and unmapped when it is freed
+RETURNED_NBYTES = 1024 * 1024
 AdamW = torch.optim.AdamW
 
 
@@ -96,21 +98,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, required=True)
     parser.add_argument("--toy", action="store_true")
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--returned", action="store_true", help="with --rounds 0: freed memory goes back at once")
     parser.add_argument("--steps", type=int, required=True, help="steps of one contender in a round")
     parser.add_argument("--out", type=Path, required=True, help="where rank 0 writes its JSON")
     return parser.parse_args()
 
 
-def measure_memory(name: str, config: GPTConfig) -> dict[str, Any]:
-    """Peak of resident memory while one contender is built and trained, over what the process had before."""
+def measure_memory(name: str, config: GPTConfig, *, returned: bool) -> dict[str, Any]:
+    """Peak of resident memory while one contender trains, over what the process had before the contender was built."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    libc = ctypes.CDLL(None)
+    if returned:
+        libc.mallopt(M_MMAP_THRESHOLD, RETURNED_NBYTES)
+    libc.malloc_trim(0)
     before = resident_bytes()
     contender = CONTENDERS[name](name, config)
     contender.train(WARM_UP_STEPS)
     start_of_peak()
     contender.train(WARM_UP_STEPS)
-    return {"peak": from_all_ranks(resident_bytes(peak=True) - before)}
+    return {"returned": returned, "peak": from_all_ranks(resident_bytes(peak=True) - before)}
 
 
 def compare(contenders: list[Trainee]) -> float:
@@ -133,7 +139,7 @@ def main() -> None:
     result: dict[str, Any] = {"ranks": dist.get_world_size(), "contenders": arguments.contenders}
     if arguments.rounds == 0:
         (name,) = arguments.contenders
-        result["memory"] = measure_memory(name, config)
+        result["memory"] = measure_memory(name, config, returned=arguments.returned)
     else:
         contenders = [CONTENDERS[name](name, config) for name in arguments.contenders]
         for contender in contenders:
