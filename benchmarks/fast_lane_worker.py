@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from contenders import FULL, LEARNING_RATE, TOY, TorchZero, Trainee, batches
 from drop_in_worker import from_all_ranks, refuse, say
-from meters import resident_bytes, start_of_peak
+from meters import resident_bytes, slowest_rank_seconds, start_of_peak
 from rounds import leave, measure_steps, measure_traffic
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -25,6 +25,7 @@ from shardstep import ShardConfig
 from shardstep.cli.demo.gpt import GPT, GPTConfig
 
 WARM_UP_STEPS = 3
+COMPUTE_ROUNDS = 7
 MOST_DIFFERENCE = 1e-4  # with more than two ranks: a sum of three or more depends on its order
 M_MMAP_THRESHOLD = -3  # of malloc.h: from this size on, a block is mapped alone, and unmapped when it is freed
 RETURNED_NBYTES = 1024 * 1024
@@ -109,7 +110,8 @@ def measure_memory(name: str, config: GPTConfig, *, returned: bool) -> dict[str,
     gc.collect()
     libc = ctypes.CDLL(None)
     if returned:
-        libc.mallopt(M_MMAP_THRESHOLD, RETURNED_NBYTES)
+        accepted = libc.mallopt(M_MMAP_THRESHOLD, RETURNED_NBYTES)
+        refuse(None if accepted == 1 else "mallopt", "another allocator than that of glibc")
     libc.malloc_trim(0)
     before = resident_bytes()
     contender = CONTENDERS[name](name, config)
@@ -117,6 +119,16 @@ def measure_memory(name: str, config: GPTConfig, *, returned: bool) -> dict[str,
     start_of_peak()
     contender.train(WARM_UP_STEPS)
     return {"returned": returned, "peak": from_all_ranks(resident_bytes(peak=True) - before)}
+
+
+def measure_compute(ddp: Trainee) -> list[float]:
+    """Forward and backward on all ranks at once, with nothing sent."""
+
+    def compute() -> None:
+        with ddp.model.no_sync():
+            ddp.forward_backward()
+
+    return [slowest_rank_seconds(compute) for _ in range(COMPUTE_ROUNDS)]
 
 
 def compare(contenders: list[Trainee]) -> float:
@@ -149,6 +161,7 @@ def main() -> None:
         result["step_seconds"] = measure_steps(contenders, arguments.rounds, arguments.steps)
         result["traffic"] = measure_traffic(contenders)
         result["largest_difference"] = compare(contenders)
+        result["compute_seconds"] = measure_compute(contenders[0])
         say(f"all hold the same parameters, to {result['largest_difference']:g}")
     if dist.get_rank() == 0:
         arguments.out.write_text(json.dumps(result))

@@ -2,7 +2,8 @@
 
 128,000 elements in 20, 200 and 2,000 parameters, on two ranks: there is next to nothing to compute or to send, so what
 is measured is what the host does for each parameter and for each bucket. DDP with foreach AdamW, torch's
-ZeroRedundancyOptimizer over foreach AdamW, and shardstep.shard with AdamW train in the same processes, in turn.
+ZeroRedundancyOptimizer over foreach AdamW, and shardstep.shard with AdamW train in the same processes, in turn; so does
+a model without data parallelism, to show what autograd takes for itself.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def growth(results: Sequence[Result], name: str, part: str) -> float:
 
 def growth_grid(results: Sequence[Result]) -> Grid:
     rows = [
-        (name, *(f"{growth(results, name, part):.1f}" for part in PARTS), *runs_of(results[-1], name))
+        (name, *(f"{growth(results, name, part):.1f}" for part in PARTS), f"{results[-1]['tensors'][name]:,}")
         for name in results[0]["seconds"]
     ]
     note = (
@@ -95,8 +96,15 @@ def growth_grid(results: Sequence[Result]) -> Grid:
     return Grid("Growth", note, ("contender", *PARTS, "tensors stepped"), tuple(rows))
 
 
-def runs_of(result: Result, name: str) -> tuple[str]:
-    return (f"{result['tensors'][name]:,}",)
+def calls_grid(results: Sequence[Result]) -> Grid:
+    rows = [
+        (name, part, *(f"{result['calls'][name][part]:,}" for result in results))
+        for name in results[0]["calls"]
+        for part in ("backward", "step")
+    ]
+    counts = [f"{result['parameters']:,} parameters" for result in results]
+    note = "Calls of functions written in Python, in one step on rank 0; exact. Step includes zero_grad."
+    return Grid("Python calls", note, ("contender", "part", *counts), tuple(rows), labels=2)
 
 
 def all_targets(results: Sequence[Result]) -> list[Target]:
@@ -124,7 +132,7 @@ def main() -> int:
         name="host_work",
         title="Host work: many small parameters",
         method=METHOD,
-        grids=(time_grid(results), growth_grid(results)),
+        grids=(time_grid(results), growth_grid(results), calls_grid(results)),
         targets=tuple(all_targets(results)),
         raw={"launches": results},
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import shardstep
 ELEMENTS = 128_000
 WARM_UP_STEPS = 3
 MOST_DIFFERENCE = 1e-5  # foreach and the plain loop round differently
+ALONE = "no data parallelism, foreach"  # every rank for itself: what autograd and the optimizer cost anyway
 AdamW = torch.optim.AdamW
 
 
@@ -50,6 +53,15 @@ class Contender:
         self.optimizer.zero_grad()
         return {"backward": between - start, "step": time.thread_time() - between}
 
+    def count_calls(self) -> dict[str, int]:
+        """Of functions written in Python, in one step."""
+        loss = self.model(torch.tensor(1.0 + dist.get_rank()))
+        backward = python_calls(loss.backward)
+        return {
+            "backward": backward,
+            "step": python_calls(self.optimizer.step) + python_calls(self.optimizer.zero_grad),
+        }
+
     def tensors(self) -> int:
         """That the optimizer of this rank steps."""
         local = getattr(self.optimizer, "optim", self.optimizer)
@@ -57,15 +69,31 @@ class Contender:
         return sum(len(group["params"]) for group in local.param_groups)
 
 
+def python_calls(action: Callable[[], object]) -> int:
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
 def make_contenders(count: int) -> list[Contender]:
     under_ddp = [DistributedDataParallel(Many(count)) for _ in range(2)]
     plain = AdamW(under_ddp[0].parameters(), foreach=True)
     zero = TorchZero(under_ddp[1].parameters(), AdamW, parameters_as_bucket_view=True, foreach=True)
-    model = Many(count)
+    model, alone = Many(count), Many(count)
     return [
         Contender("DDP, foreach", under_ddp[0], plain),
         Contender("torch ZeRO, foreach", under_ddp[1], zero),
         Contender("shardstep", model, shardstep.shard(model, AdamW)),
+        Contender(ALONE, alone, AdamW(alone.parameters(), foreach=True)),
     ]
 
 
@@ -92,13 +120,15 @@ def main() -> None:
             dist.barrier()
             seconds[contender.name].append(contender.train())
     for other in contenders[1:]:
+        if other.name == ALONE:
+            continue
         refuse(difference(contenders[0], other), f"{other.name}: parameters differ")
+    calls = {contender.name: contender.count_calls() for contender in contenders}
     say(f"{arguments.rounds} rounds; all hold the same parameters, to {MOST_DIFFERENCE:g}")
     if dist.get_rank() == 0:
         tensors = {contender.name: contender.tensors() for contender in contenders}
-        arguments.out.write_text(
-            json.dumps({"parameters": arguments.parameters, "seconds": seconds, "tensors": tensors})
-        )
+        result = {"parameters": arguments.parameters, "seconds": seconds, "tensors": tensors, "calls": calls}
+        arguments.out.write_text(json.dumps(result))
     leave()
 
 

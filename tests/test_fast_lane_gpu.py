@@ -122,3 +122,23 @@ def holds_a_share_of_the_gradients() -> tuple[int, int]:
 def test_a_rank_keeps_its_share_of_the_gradients(workers, ranks):
     for left, gradients in workers(ranks, backend="nccl").run(holds_a_share_of_the_gradients, timeout=120):
         assert left <= 1.05 * gradients / ranks, f"{left / gradients:.2f} of the gradients on one of {ranks} ranks"
+
+
+def trains_without_elements() -> None:
+    """Buckets of which some ranks, or all, hold nothing."""
+    model = nn.Linear(7, 3).cuda()
+    model.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64, device="cuda"))
+    model.scalar = nn.Parameter(torch.tensor(0.5, dtype=torch.float64, device="cuda"))
+    for layout in (Layout.FLAT, Layout.WHOLE):
+        opt = shardstep.shard(model, optim.AdamW, lr=0.05, config=ShardConfig(layout=layout))
+        for step in range(2):
+            loss = loss_of(model, batch(step).cuda()) * model.scalar.float() + model.nothing.sum().float()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+    assert_ranks_equal(list(model.parameters()))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_buckets_of_which_ranks_hold_nothing(workers, ranks):
+    workers(ranks, backend="nccl").run(trains_without_elements, timeout=120)

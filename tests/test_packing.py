@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, optim
@@ -15,51 +17,44 @@ import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp, batch, loss_of
 from shardstep import Layout, ShardConfig
 from shardstep.planning import make_plan, read_specs
-from shardstep.runtime import reducer
-from shardstep.runtime.flat_memory import FlatMemory, flat_gradient
+from shardstep.runtime import reducer, reductions
+from shardstep.runtime.flat_memory import FlatMemory
 from shardstep.runtime.packing import GradientPacking
 
-shapes = st.lists(st.lists(st.integers(1, 6), max_size=4).map(tuple), min_size=1, max_size=8)
+shapes = st.lists(st.lists(st.integers(0, 6), max_size=4).map(tuple), min_size=1, max_size=8)
 
 
-def make_params(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
-    """Every other one with four dimensions lies with its channels last."""
-    params = []
-    for place, shape in enumerate(shapes):
-        values = torch.randn(shape)
-        if len(shape) == 4 and place % 2:
-            values = values.to(memory_format=torch.channels_last)
-        params.append(nn.Parameter(values))
-    return params
+def lying(values: torch.Tensor, otherwise: bool) -> torch.Tensor:
+    """The same values, in another order in memory."""
+    return values.transpose(0, -1).contiguous().transpose(0, -1) if otherwise and values.dim() > 1 else values
 
 
 @given(shapes, st.integers(1, 4), st.integers(5, 80), st.sampled_from([1, 16, 100, float("inf")]), st.data())
 def test_every_gradient_comes_where_its_parameter_lies(shapes, ranks, bucket_numel, in_place, data):
-    params = make_params(shapes)
+    draw = data.draw
+    params = [nn.Parameter(lying(torch.randn(shape), draw(st.booleans()))) for shape in shapes]
     specs = read_specs([{"params": params}])
     plan = make_plan(specs, Layout.FLAT, world_size=ranks, bucket_numel=bucket_numel, alignment=4)
     memory = FlatMemory(plan, params)
     packing = GradientPacking(memory, params, [in_place] * len(memory.buckets))
-    came = [data.draw(st.booleans()) for _ in params]
-    gradients = [torch.randn(param.shape) if flag else None for param, flag in zip(params, came, strict=True)]
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = gradient
+    came = [draw(st.booleans()) for _ in params]
+    for param, flag in zip(params, came, strict=True):
+        param.grad = lying(torch.randn(param.shape), draw(st.booleans())) if flag else None
+    # The parameters are views of the ranges: written to them, gradients lie where they belong.
+    with torch.no_grad():
+        for param in params:
+            param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
 
     for number, bucket in enumerate(memory.buckets):
         for rank, parts in enumerate(packing.pack(number)):
             packed = torch.zeros_like(bucket.ranges[rank])
             for place, part in zip(packing.places(number, rank), parts, strict=True):
                 packed[place] = part
-            expected = torch.zeros_like(packed)
-            for piece, offset in zip(bucket.pieces[rank], bucket.offsets[rank], strict=True):
-                gradient = gradients[piece.param]
-                if gradient is not None:
-                    flat = flat_gradient(params[piece.param], gradient)
-                    expected[offset : offset + piece.numel] = flat[piece.start : piece.stop]
-            assert torch.equal(packed, expected)
+            assert torch.equal(packed, bucket.ranges[rank])
 
-    assert all(param.grad is None for param in params)
-    assert list(packing.used) == came
+    travels = [index in memory.homes for index in range(len(params))]
+    assert all(param.grad is None for param, moves in zip(params, travels, strict=True) if moves)
+    assert list(packing.used) == [flag and moves for flag, moves in zip(came, travels, strict=True)]
 
 
 def test_a_large_gradient_is_not_copied():
@@ -78,18 +73,30 @@ def test_a_large_gradient_is_not_copied():
     assert rest.tolist() == [1.0] * 3 + [0.0] * 13 + [1.0] * 5
 
 
-def trains_in_many_messages(layout: Layout, gradients: Any) -> None:
-    with mock.patch.object(reducer, "IN_PLACE_NBYTES", 1):
-        for accumulate in (1, 3):
-            config = ShardConfig(bucket_mb=SMALL_BUCKETS, layout=layout, gradients=gradients)
-            assert_trains_like_ddp(Net, config=config, accumulate=accumulate)
+def count_sends(in_place: float, **options: Any) -> int:
+    with (
+        mock.patch.object(reducer, "IN_PLACE_NBYTES", in_place),
+        mock.patch.object(reductions.dist, "isend", side_effect=dist.isend) as isend,
+    ):
+        assert_trains_like_ddp(Net, **options)
+    return isend.call_count
+
+
+def trains_in_many_messages(layout: Layout, gradients: Any) -> tuple[int, int]:
+    """How many messages this rank has sent when each piece was one, and when those of a rank went together."""
+    cut = ShardConfig(bucket_mb=SMALL_BUCKETS, layout=layout, gradients=gradients)
+    for accumulate in (1, 3):
+        count_sends(1, config=cut, accumulate=accumulate)
+    together = ShardConfig(layout=layout, gradients=gradients)
+    return count_sends(1, config=together), count_sends(float("inf"), config=together)
 
 
 @pytest.mark.parametrize("gradients", ["shard", "keep"])
 @pytest.mark.parametrize("layout", [Layout.FLAT, Layout.WHOLE], ids=["flat", "whole"])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_gradients_that_travel_one_by_one(workers, ranks, layout, gradients):
-    workers(ranks).run(trains_in_many_messages, layout, gradients)
+    sent = workers(ranks).run(trains_in_many_messages, layout, gradients)
+    assert sum(many for many, _ in sent) > sum(few for _, few in sent)
 
 
 class Conv(nn.Module):
@@ -139,7 +146,7 @@ def test_messages_change_nothing_in_another_dtype_on_the_wire(workers):
 def trains_in_the_same_memory() -> None:
     model = Net()
     opt = shardstep.shard(model, optim.AdamW, config=ShardConfig(bucket_mb=SMALL_BUCKETS), lr=0.05)
-    places = []
+    places, others = [], []
     for step in range(3):
         loss_of(model, batch(step)).backward()
         opt.grad_norms()
@@ -150,8 +157,157 @@ def trains_in_the_same_memory() -> None:
         opt.step()
         opt.zero_grad()
         assert opt._gradients.reducer.shards == [None] * len(shards)
+        others.append(torch.empty(sum(len(shard) for shard in shards)))  # would get memory that was let go
     assert places[0] == places[1] == places[2]
 
 
 def test_shards_lie_in_one_block_that_is_kept(workers):
     workers(2).run(trains_in_the_same_memory)
+
+
+class Remembers(optim.Optimizer):
+    """Steps by what the gradient has changed since the last step, and keeps the last one as it is."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    before = self.state[param].get("before")
+                    param.sub_(param.grad if before is None else param.grad - before, alpha=group["lr"])
+                    self.state[param]["before"] = param.grad
+
+
+def keeps_gradients() -> None:
+    assert_trains_like_ddp(Net, Remembers)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_may_keep_a_gradient(workers, ranks):
+    workers(ranks).run(keeps_gradients)
+
+
+def trains_in_half_alone() -> None:
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, reduce_dtype=torch.bfloat16)
+    assert_trains_like_ddp(Net, config=config)
+
+
+def test_one_rank_sends_nothing_in_any_dtype(workers):
+    workers(1).run(trains_in_half_alone)
+
+
+def trains_on_gradients_with_a_graph() -> None:
+    """A penalty on gradients: backward(create_graph=True) leaves gradients that have a graph."""
+
+    def penalized(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, x)
+        weights = [param for param in model.parameters() if param.numel()]
+        return loss + sum(g.square().sum() for g in torch.autograd.grad(loss, weights, create_graph=True))
+
+    model = Net()
+    config = ShardConfig(bucket_mb=1e-6, layout=Layout.WHOLE)  # every gradient is alone, and so not copied
+    opt = shardstep.shard(model, optim.AdamW, config=config, lr=0.05)
+    for step in range(3):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Using backward\\(\\) with create_graph=True")  # torch's advice
+            penalized(model, batch(2 * step)).backward(create_graph=True)
+            penalized(model, batch(2 * step + 1)).backward(create_graph=True)
+        opt.clip_grad_norm_(1.0)
+        assert not any(shard.requires_grad for shard in opt._gradients.reducer.shards)
+        opt.step()
+        opt.zero_grad(set_to_none=step % 2 == 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_have_a_graph_leave_it_behind(workers, ranks):
+    workers(ranks).run(trains_on_gradients_with_a_graph)
+
+
+def fails_to_pack_once() -> None:
+    """Memory runs out in the middle of a parameter that lies in several buckets."""
+    torch.manual_seed(1)
+    model = nn.Linear(40, 30)
+    opt = shardstep.shard(model, optim.SGD, config=ShardConfig(bucket_mb=0.002), lr=1.0)
+    before = model.weight.detach().clone()
+    pack, calls = opt._gradients.reducer._packing.pack, []
+
+    def fails(bucket: int) -> Any:
+        calls.append(bucket)
+        if len(calls) == 2:
+            raise MemoryError
+        return pack(bucket)
+
+    opt._gradients.reducer._packing.pack = fails
+    with pytest.raises(MemoryError):
+        (100 * model(torch.ones(1, 40)).sum()).backward()
+    opt.zero_grad()
+    model(torch.ones(1, 40)).sum().backward()
+    opt.step()
+    assert torch.allclose(before - model.weight, torch.ones(30, 40)), "a step of the dead pass"
+
+
+def test_what_a_failed_pass_took_is_not_taken_for_the_next(workers):
+    workers(1).run(fails_to_pack_once)
+
+
+class Phases(nn.Module):
+    """The gradient of a real part's conjugate partner comes as a view that is conjugated when it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.large = nn.Parameter(torch.randn(300, 130, dtype=torch.complex64))
+        self.small = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.large.conj() * x.mean()).real.mean(1) * (self.small.conj() * 2).real.mean()
+
+
+def trains_complex() -> None:
+    assert_trains_like_ddp(Phases, optim.SGD)
+    assert_trains_like_ddp(Phases, optim.SGD, config=ShardConfig())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_are_conjugated_when_read(workers, ranks):
+    workers(ranks).run(trains_complex)
+
+
+class WithoutElements(nn.Module):
+    """The only parameter of its dtype has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear = nn.Linear(7, 3)
+        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.nothing.sum().float()
+
+
+def trains_without_elements() -> None:
+    for layout in (Layout.FLAT, Layout.WHOLE):
+        assert_trains_like_ddp(WithoutElements, config=ShardConfig(layout=layout))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_bucket_without_elements(workers, ranks):
+    workers(ranks).run(trains_without_elements)
+
+
+def casts_after_sharding() -> None:
+    """Gradients then come in another dtype than the zeros that stand for those that do not come."""
+    model = nn.ModuleList([nn.Linear(9, 9), nn.Linear(1000, 400)])
+    opt = shardstep.shard(model, optim.AdamW)
+    model.bfloat16()
+    model[1](torch.ones(2, 1000, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"call shard\(\.\.\.\) after model\.to"):
+        opt.step()
+
+
+def test_a_model_that_is_cast_after_sharding_gets_an_error(workers):
+    workers(2).run(casts_after_sharding)

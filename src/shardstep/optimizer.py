@@ -26,7 +26,7 @@ from shardstep.runtime.flat_memory import FlatMemory, RangeMessage
 from shardstep.runtime.forward_hooks import wait_before_use
 from shardstep.runtime.gathers import finish_gathers, make_gathers
 from shardstep.runtime.gradients import KeptGradients, ShardedGradients
-from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options
+from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options, is_of_torch
 from shardstep.runtime.norms import norms_by_parameter, total_norm
 from shardstep.runtime.probe import finest_layout
 from shardstep.state.resharding import Entry, cut_whole, join_entries, read_shard, reshard
@@ -185,8 +185,16 @@ class ShardedOptimizer(Optimizer):
         )
         self._arriving: set[int] = set()
         kind = KeptGradients if self._config.gradients == "keep" else ShardedGradients
-        wire_dtype = self._config.reduce_dtype
-        self._gradients = kind(self._channel, self._memory, params, self._model, wire_dtype, lambda: self._syncs)
+        self._gradients = kind(
+            self._channel,
+            self._memory,
+            params,
+            self._model,
+            self._config.reduce_dtype,
+            lambda: self._syncs,
+            # What a class of somebody else's keeps of a gradient cannot be known; and "keep" needs shards for a moment.
+            reuse_memory=self._config.gradients == "shard" and is_of_torch(self._class),
+        )
         buckets_of: dict[torch.Tensor, list[int]] = {}
         for number, bucket in enumerate(plan.buckets):
             for piece in bucket.pieces:

@@ -58,12 +58,15 @@ class LaunchOrder:
         for bucket, params in enumerate(members):
             for param in set(params):
                 self._buckets_of[param].append(bucket)
+        self._missing: list[int] = []  # of each bucket: how many gradients are still to come
+        self._seen: set[int] = set()
+        self._next = 0
         self._running = False
 
     def begin(self) -> None:
         """A backward pass begins."""
         self._missing = [*self._sizes, -1]  # after the last bucket comes one that is never complete
-        self._seen: set[int] = set()
+        self._seen = set()
         self._next = 0
         self._running = True
 

@@ -104,13 +104,14 @@ def _whereabouts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, 
 class ShardMemory:
     """Where this rank's part of the mean gradient lies, in each bucket. `like` are its ranges of the parameters.
 
-    One block for all of a dtype. On the CPU it is kept from step to step: a dozen megabytes here and there, taken and
-    given back in every pass, leave the heap in pieces (250 MB of holes in the process that trains 30 M parameters), and
-    every page of a new block costs a fault. An accelerator's allocator keeps memory itself, so there it is let go.
+    One block for all of a dtype. On the CPU it may be kept from step to step: a dozen megabytes here and there, taken
+    and given back in every pass, leave the heap in pieces (250 MB of holes in the process that trains 30 M parameters),
+    and every page of a new block costs a fault. An accelerator's allocator keeps memory itself: there it is let go.
     """
 
-    def __init__(self, like: Sequence[torch.Tensor]) -> None:
+    def __init__(self, like: Sequence[torch.Tensor], *, keep: bool) -> None:
         self._like = like
+        self._keep = keep and all(values.device.type == "cpu" for values in like)
         self._ranges: list[torch.Tensor] = []
 
     def of(self, bucket: int) -> torch.Tensor:
@@ -119,7 +120,7 @@ class ShardMemory:
         return self._ranges[bucket]
 
     def let_go(self) -> None:
-        if any(values.device.type != "cpu" for values in self._ranges):
+        if not self._keep:
             self._ranges = []
 
     def _make(self) -> list[torch.Tensor]:

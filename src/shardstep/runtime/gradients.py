@@ -28,9 +28,11 @@ class ShardedGradients:
         model: nn.Module,
         wire_dtype: torch.dtype | None,
         syncs: Callable[[], bool],
+        *,
+        reuse_memory: bool,
     ) -> None:
         self._channel, self._memory, self._params = channel, memory, params
-        self.reducer = GradientReducer(channel, memory, params, wire_dtype)
+        self.reducer = GradientReducer(channel, memory, params, wire_dtype, reuse_memory=reuse_memory)
         self._place = {param: place for place, param in enumerate(params)}
         self._travels = memory.homes.keys()
         self._travelling = [params[place] for place in sorted(self._travels)]
@@ -147,8 +149,10 @@ class ShardedGradients:
 class KeptGradients(ShardedGradients):
     """The mean stays in `param.grad` on every rank, as under DDP; what is there when `step` is called is stepped."""
 
-    def __init__(self, channel: Channel, memory: FlatMemory, params: Sequence[torch.Tensor], *others: Any) -> None:
-        super().__init__(channel, memory, params, *others)
+    def __init__(
+        self, channel: Channel, memory: FlatMemory, params: Sequence[torch.Tensor], *others: Any, **options: Any
+    ) -> None:
+        super().__init__(channel, memory, params, *others, **options)
         self._means = [
             torch.empty_like(param.detach()) if place in memory.homes else param.new_empty(0)
             for place, param in enumerate(params)
@@ -188,8 +192,8 @@ class KeptGradients(ShardedGradients):
             own = self._mean_memory.buckets[bucket].values[self._channel.rank]
             for values, part in zip(own, self._split(shard, bucket), strict=True):
                 values.copy_(part)
-            self.reducer.shards[bucket] = None
             gather.send()
+        self.reducer.drop_shards()
         finish_gathers(self._gathers)
         for place in self._travels:
             if self._used[place]:
@@ -220,7 +224,7 @@ class KeptGradients(ShardedGradients):
     def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[int]) -> None:
         """The gradients themselves are in `param.grad`."""
         super().take_over({}, used)
-        self.reducer.shards = [None] * len(self._own)
+        self.reducer.drop_shards()
 
     def hides(self, param: torch.Tensor) -> bool:
         del param

@@ -11,7 +11,7 @@ cut, or lies in another order than its elements, is looked at alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import repeat
+from itertools import pairwise, repeat
 from operator import is_
 from typing import Any
 
@@ -31,7 +31,7 @@ class GradientPacking:
         """`in_place_nbytes`, of each bucket: from this size on, a gradient is a part of its own."""
         self._params = params
         self._homes = memory.homes
-        self.used = bytearray(len(params))  # 1 where a gradient was taken since `forget`
+        self.used = bytearray(len(params))  # 1 where a gradient was taken since `forget`, here or as others say
         self._taken: dict[int, torch.Tensor] = {}  # of parameters in several buckets: until the last one is packed
         self._rows = [
             [_Row(bucket, rank, params, memory.homes, limit) for rank in range(len(bucket.ranges))]
@@ -54,7 +54,12 @@ class GradientPacking:
             self._taken.pop(param, None)
         return packed
 
+    def end_pass(self) -> None:
+        """Also of a pass that has failed: what is left of it must not be taken for the next one's."""
+        self._taken.clear()
+
     def forget(self) -> None:
+        self._taken.clear()
         self.used = bytearray(len(self._params))
 
     def _pack_row(self, row: _Row) -> Parts:
@@ -103,23 +108,24 @@ class _Row:
         ]
         self.whole_params = [param for param, flag in zip(self.params, whole, strict=True) if flag]
         self.alone = [place for place, flag in enumerate(whole) if not flag]
-        itemsize = memory.ranges[rank].element_size()
-        groups: list[list[int]] = []
-        for place, piece in enumerate(self.pieces):
-            large = piece.numel * itemsize >= in_place_nbytes
-            if large or not groups or not groups[-1]:
-                groups.append([])
-            groups[-1].append(place)
-            if large:
-                groups.append([])  # the next begins a part of its own
-        self.parts = [_Part(memory, rank, group) for group in groups if group]
+        nbytes = [piece.numel * memory.ranges[rank].element_size() for piece in self.pieces]
+        groups = _travel_together(nbytes, in_place_nbytes)
+        self.parts = [_Part(memory, rank, group) for group in groups if any(nbytes[group])]
+
+
+def _travel_together(nbytes: Sequence[int], in_place_nbytes: float) -> list[slice]:
+    """Large ones alone, and what lies between two of them together."""
+    is_large = [size >= in_place_nbytes for size in nbytes]
+    starts = [at for at, large in enumerate(is_large) if large or at == 0 or is_large[at - 1]]
+    return [slice(start, stop) for start, stop in pairwise([*starts, len(nbytes)])]
 
 
 class _Part:
     """Neighbours in a range that travel together: pieces `members` of the row."""
 
-    def __init__(self, memory: BucketMemory, rank: int, members: Sequence[int]) -> None:
-        self._members = slice(members[0], members[-1] + 1)
+    def __init__(self, memory: BucketMemory, rank: int, members: slice) -> None:
+        self._members = members
+        self._dtype = memory.ranges[rank].dtype
         offsets = memory.offsets[rank][self._members]
         ends = [o + piece.numel for o, piece in zip(offsets, memory.pieces[rank][self._members], strict=True)]
         self.place = slice(offsets[0], ends[-1])
@@ -135,5 +141,7 @@ class _Part:
             spread[::2], spread[1::2] = chosen, self._gaps
             chosen = spread
         joined: torch.Tensor = _flatten_dense_tensors(chosen)  # type: ignore[no-untyped-call]
+        # Without its graph, if it has one; as many bytes as the receiver expects, also if the model was cast meanwhile.
+        joined = joined.detach().resolve_conj().to(self._dtype)
         # A single element may have any stride, and the wire takes bytes that lie side by side.
         return joined if joined.stride(0) == 1 else joined.clone(memory_format=torch.contiguous_format)

@@ -37,22 +37,23 @@ class GradientReducer:
         memory: FlatMemory,
         params: Sequence[torch.Tensor],
         wire_dtype: torch.dtype | None,
+        *,
+        reuse_memory: bool,
     ) -> None:
+        """`reuse_memory`: nobody looks at a gradient of an earlier step, so the next may lie where it lay."""
         self._channel = channel
         self._params = params
-        # Where parts can be sent one by one, large gradients are not copied together first.
-        alone = channel.world_size > 1
-        in_place = [
-            IN_PLACE_NBYTES if alone and takes_many_messages(channel, bucket.device) else math.inf
-            for bucket in memory.buckets
-        ]
+        alone = channel.world_size == 1
+        # Where parts are sent one by one, large gradients are not copied together first.
+        self._direct = [not alone and takes_many_messages(channel, bucket.device) for bucket in memory.buckets]
+        in_place = [IN_PLACE_NBYTES if direct else math.inf for direct in self._direct]
         self._packing = GradientPacking(memory, params, in_place)
         self._members = [{piece.param for piece in bucket.bucket.pieces} for bucket in memory.buckets]
         self.order = LaunchOrder(self._members)
         self._tags = [take_tags(channel) for _ in self._members]
-        self._wire_dtype = wire_dtype
+        self._wire_dtype = None if alone else wire_dtype
         self._flying: dict[int, Reduction] = {}
-        self._memory = ShardMemory([bucket.ranges[channel.rank] for bucket in memory.buckets])
+        self._memory = ShardMemory([bucket.ranges[channel.rank] for bucket in memory.buckets], keep=reuse_memory)
         self.shards: list[torch.Tensor | None] = [None] * len(self._members)
         self._records: PendingRecords | None = None
         self._late = bytearray(len(params))
@@ -82,6 +83,7 @@ class GradientReducer:
             self._begin()  # nothing came here, but it did elsewhere
         for bucket in self.order.flush():
             self._launch(bucket)
+        self._packing.end_pass()
         self.open = False
         self._unsettled = self.passed = True
         if self._records is not None:
@@ -94,19 +96,21 @@ class GradientReducer:
         parts = self._packing.pack(bucket)
         if self._wire_dtype is not None:
             parts = [[part.to(self._wire_dtype) for part in row] for row in parts]
-        landing = self._memory.of(bucket) if self.shards[bucket] is None and len(parts) > 1 else None
+        landing = self._memory.of(bucket) if self._direct[bucket] and self.shards[bucket] is None else None
         places = self._packing.places(bucket, self._channel.rank)
         self._flying[bucket] = start_reduction(self._channel, parts, places, self._tags[bucket], landing)
         while len(self._flying) > IN_FLIGHT:
             self._land(next(iter(self._flying)))
 
+    @torch.no_grad()
     def _land(self, bucket: int) -> None:
         arrivals = self._flying.pop(bucket).finish()
         totals = [_mean(parts, self._channel.rank) for parts in zip(*arrivals, strict=True)]
         shard, first = self.shards[bucket], self.shards[bucket] is None
         if shard is None:
             # Not the memory in which all ranks' parts have arrived: it would live as long as the shard.
-            shard = self.shards[bucket] = totals[0] if len(arrivals) == 1 else self._memory.of(bucket)
+            alone = self._channel.world_size == 1
+            shard = self.shards[bucket] = totals[0] if alone and totals else self._memory.of(bucket)
         for place, total in zip(self._packing.places(bucket, self._channel.rank), totals, strict=True):
             values = shard[place]
             if not first:
@@ -141,6 +145,7 @@ class GradientReducer:
         self._late = bytearray(len(self._params))
         for bucket in self.order.flush():
             self._launch(bucket)
+        self._packing.end_pass()
         self.open = False
 
     def take_over(self, used: Sequence[int]) -> None:
@@ -166,10 +171,13 @@ class GradientReducer:
         if self._records is not None:
             self._records.read()
             self._records = None
-        self.shards = [None] * len(self._members)
-        self._memory.let_go()
+        self.drop_shards()
         self._packing.forget()
         self._late = bytearray(len(self._params))
+
+    def drop_shards(self) -> None:
+        self.shards = [None] * len(self._members)
+        self._memory.let_go()
 
     def zero(self) -> None:
         """Make all gradients zero, without forgetting that they were there."""

@@ -28,9 +28,9 @@ def start_reduction(
     `places` are those of this rank's own parts in its range. `landing` has the size of that range; what one other rank
     sends may be received there.
     """
-    if channel.world_size == 1:
+    sample = next((part for row in parts for part in row), None)
+    if channel.world_size == 1 or sample is None:
         return NoReduction(parts)
-    sample = next(part for row in parts for part in row)
     if takes_many_messages(channel, sample.device):
         return DirectReduction(channel, parts, places, tag, landing)
     return ExchangedReduction(channel, [row[0] if row else sample.new_empty(0) for row in parts])
@@ -42,7 +42,7 @@ def first_other(own: int) -> int:
 
 
 class NoReduction:
-    """There is one rank."""
+    """There is one rank, or nothing to send."""
 
     def __init__(self, parts: Sequence[Parts]) -> None:
         self._parts = parts
