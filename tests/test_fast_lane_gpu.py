@@ -100,6 +100,11 @@ def test_freezing_and_loading(workers, ranks, options):
 
 def holds_a_share_of_the_gradients() -> tuple[int, int]:
     """Device memory that a backward pass leaves behind, and that of all gradients."""
+
+    def in_use() -> int:  # as it was asked for: the allocator gives a block of up to a megabyte more than that
+        torch.cuda.synchronize()
+        return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]).cuda()
     opt = shardstep.shard(model, optim.AdamW, lr=0.05, config=ShardConfig(bucket_mb=3))
     x = batch(1, 512).cuda()
@@ -107,14 +112,12 @@ def holds_a_share_of_the_gradients() -> tuple[int, int]:
         loss_of(model, x).backward()
         opt.step()
         opt.zero_grad()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = in_use()
     loss_of(model, x).backward()
     opt.clip_grad_norm_(1.0)
-    torch.cuda.synchronize()
-    left = torch.cuda.memory_allocated() - before
+    left = in_use() - before
     opt.zero_grad()
-    assert torch.cuda.memory_allocated() - before < 100_000, "zero_grad gives it back"
+    assert in_use() - before < 100_000, "zero_grad gives it back"
     return left, sum(param.nbytes for param in model.parameters())
 
 
