@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import optim
+from torch import nn, optim
 
+import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
 from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
@@ -126,3 +127,15 @@ def hosts_seen() -> tuple[bool, bool]:
 
 def test_ranks_know_whether_they_share_a_host(workers):
     assert workers(4).run(hosts_seen) == [(True, False)] * 4
+
+
+def bucket_counts() -> tuple[int, int]:
+    """Of 20 MB, on one host and on several."""
+    together = shardstep.shard(nn.Linear(2000, 2500, bias=False), optim.SGD, lr=0.1)
+    with mock.patch.object(collectives, "this_host", return_value=bytes([dist.get_rank()]) * 16):
+        apart = shardstep.shard(nn.Linear(2000, 2500, bias=False), optim.SGD, lr=0.1)
+    return len(together._plan.buckets), len(apart._plan.buckets)
+
+
+def test_buckets_are_smaller_between_hosts(workers):
+    assert workers(3).run(bucket_counts) == [(1, 3)] * 3

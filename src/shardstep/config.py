@@ -11,6 +11,8 @@ from shardstep.planning import Layout
 
 GRADIENTS = ("shard", "keep")
 GATHER = ("wait", "overlap")
+BUCKET_MB = 25.0
+BUCKET_MB_BETWEEN_HOSTS = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,8 @@ class ShardConfig:
     """The defaults are right for most; each option is here because a measurement or a program needs the other choice.
 
     layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors and takes the finest that is exact.
-    bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages.
+    bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: 25, and 8
+        with Gloo between hosts, where on slow links a step is 4 % faster with 8; on one host it is 5 % slower.
     gradients: "shard" leaves each rank its part, and `param.grad` None. "keep" leaves the whole mean in `param.grad`,
         as DDP does, for programs that read it; that is half as many bytes again on the wire.
     gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward.
@@ -27,7 +30,7 @@ class ShardConfig:
     """
 
     layout: Layout = Layout.AUTO
-    bucket_mb: float = 25.0
+    bucket_mb: float | None = None
     gradients: Literal["shard", "keep"] = "shard"
     gather: Literal["wait", "overlap"] = "wait"
     reduce_dtype: torch.dtype | None = None
@@ -36,7 +39,7 @@ class ShardConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):
             raise TypeError(f"layout must be a shardstep.Layout, got {self.layout!r}")
-        if not self.bucket_mb > 0:
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0, got {self.bucket_mb}")
         for name, value, choices in (("gradients", self.gradients, GRADIENTS), ("gather", self.gather, GATHER)):
             if value not in choices:

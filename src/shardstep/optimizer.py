@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardstep.arguments import check_parameters, read_group, read_groups
-from shardstep.config import ShardConfig
+from shardstep.config import BUCKET_MB, BUCKET_MB_BETWEEN_HOSTS, ShardConfig
 from shardstep.local_share import LocalShare
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.runtime.agreement import Claim, Facts, agree, step_agreement
@@ -138,7 +138,8 @@ class ShardedOptimizer(Optimizer):
 
     def _plan_for(self, trainable: Sequence[bool]) -> Plan:
         specs = read_specs(self.param_groups, trainable)
-        bucket_nbytes = self._config.bucket_mb * 1e6
+        usual = BUCKET_MB if self._channel.one_host else BUCKET_MB_BETWEEN_HOSTS
+        bucket_nbytes = (usual if self._config.bucket_mb is None else self._config.bucket_mb) * 1e6
         itemsize = max((param.element_size() for param in self._params), default=4)
         # Gradients come from the last layer to the first, and so lie the buckets.
         return make_plan(

@@ -22,8 +22,8 @@ from shardstep.runtime.flat_memory import FlatMemory, ShardMemory
 from shardstep.runtime.packing import GradientPacking
 from shardstep.runtime.reductions import Reduction, first_other, start_reduction
 
-# How many buckets may be on the wire before backward waits for the oldest: each needs memory for what arrives.
-IN_FLIGHT = 3
+# How much may be on the wire before backward waits for the oldest bucket: it needs memory for what arrives.
+IN_FLIGHT_NBYTES = 80_000_000
 IN_PLACE_NBYTES = 256 * 1024  # a message costs less than a copy of this size
 SUM_BLOCK = 64 * 1024  # elements: what several ranks sent fits into a core's own cache
 
@@ -49,6 +49,7 @@ class GradientReducer:
         in_place = [IN_PLACE_NBYTES if direct else math.inf for direct in self._direct]
         self._packing = GradientPacking(memory, params, in_place)
         self._members = [{piece.param for piece in bucket.bucket.pieces} for bucket in memory.buckets]
+        self._nbytes = [sum(values.nbytes for values in bucket.ranges) for bucket in memory.buckets]
         self.order = LaunchOrder(self._members)
         self._tags = [take_tags(channel) for _ in self._members]
         self._wire_dtype = None if alone else wire_dtype
@@ -99,7 +100,7 @@ class GradientReducer:
         landing = self._memory.of(bucket) if self._direct[bucket] and self.shards[bucket] is None else None
         places = self._packing.places(bucket, self._channel.rank)
         self._flying[bucket] = start_reduction(self._channel, parts, places, self._tags[bucket], landing)
-        while len(self._flying) > IN_FLIGHT:
+        while len(self._flying) > 1 and sum(self._nbytes[flying] for flying in self._flying) > IN_FLIGHT_NBYTES:
             self._land(next(iter(self._flying)))
 
     @torch.no_grad()
