@@ -311,3 +311,31 @@ def casts_after_sharding() -> None:
 
 def test_a_model_that_is_cast_after_sharding_gets_an_error(workers):
     workers(2).run(casts_after_sharding)
+
+
+def sends_in_order(unused: bool) -> list[str]:
+    """What this rank sends in a pass: the part of a bucket, or which gradients came."""
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 7))
+    opt = shardstep.shard(model, optim.SGD, config=ShardConfig(bucket_mb=0.0002), lr=0.1)
+    reducer_of = opt._gradients.reducer
+    names = {tag: f"bucket {number}" for number, tag in enumerate(reducer_of._tags)}
+    names[reducer_of._record_tag] = "record"
+    sent = []
+
+    def watched(values: torch.Tensor, **options: Any) -> Any:
+        sent.append(names[options["tag"]])
+        return isend(values, **options)
+
+    isend = dist.isend
+    with mock.patch.object(dist, "isend", watched):
+        loss_of(model[1:] if unused else model, batch(1)).backward()
+    opt.step()
+    return list(dict.fromkeys(sent))
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_ranks_tell_which_gradients_came_before_they_send_the_last(workers, unused):
+    for sent in workers(2).run(sends_in_order, unused):
+        buckets = [name for name in sent if name != "record"]
+        assert buckets == sorted(buckets, key=lambda name: int(name.split()[1]))
+        assert 0 < sent.index("record") < len(sent) - 1

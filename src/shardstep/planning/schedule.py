@@ -78,11 +78,15 @@ class LaunchOrder:
         """
         if not self._running:
             return True
-        if param not in self._seen:
+        if param not in self._seen and param in self._buckets_of:
             self._seen.add(param)
             for bucket in self._buckets_of[param]:
                 self._missing[bucket] -= 1
         return self._missing[self._next] == 0
+
+    def all_came(self) -> bool:
+        """Whether no gradient is missing: the pass is about to end."""
+        return len(self._seen) == len(self._buckets_of)
 
     def take(self) -> range:
         """The buckets to reduce now."""

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,35 @@ class PendingRecords:
             self._work.wait()
         else:
             self._copied.synchronize()
+        return [record.numpy().tobytes() for record in self._landing]
+
+
+class Records(Protocol):
+    """A few bytes from every rank."""
+
+    def read(self) -> list[bytes]:
+        """In rank order, once all are there."""
+
+
+class DirectRecords:
+    """Records in one message from each rank to each other one.
+
+    A gather takes several turns, and behind megabytes on the same connections each of its messages would wait for them.
+    These are on their way at once, and what is sent later stays behind them. Only where `takes_many_messages`.
+    """
+
+    def __init__(self, channel: Channel, record: bytes, tag: int) -> None:
+        self._own = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        self._landing = self._own.repeat(channel.world_size, 1)
+        self._work: list[Any] = []
+        for other in range(channel.world_size):
+            if other != channel.rank:
+                self._work.append(dist.irecv(self._landing[other], group=channel.group, group_src=other, tag=tag))
+                self._work.append(dist.isend(self._own, group=channel.group, group_dst=other, tag=tag))
+
+    def read(self) -> list[bytes]:
+        for work in self._work:
+            work.wait()
         return [record.numpy().tobytes() for record in self._landing]
 
 

@@ -17,9 +17,16 @@ from operator import or_
 import torch
 
 from shardstep.planning.schedule import LaunchOrder
-from shardstep.runtime.collectives import Channel, PendingRecords, gather_records, take_tags, takes_many_messages
+from shardstep.runtime.collectives import (
+    Channel,
+    DirectRecords,
+    Records,
+    gather_records,
+    take_tags,
+    takes_many_messages,
+)
 from shardstep.runtime.flat_memory import FlatMemory, ShardMemory
-from shardstep.runtime.packing import GradientPacking
+from shardstep.runtime.packing import GradientPacking, Parts
 from shardstep.runtime.reductions import Reduction, first_other, start_reduction
 
 # How much may be on the wire before backward waits for the oldest bucket: it needs memory for what arrives.
@@ -56,7 +63,9 @@ class GradientReducer:
         self._flying: dict[int, Reduction] = {}
         self._memory = ShardMemory([bucket.ranges[channel.rank] for bucket in memory.buckets], keep=reuse_memory)
         self.shards: list[torch.Tensor | None] = [None] * len(self._members)
-        self._records: PendingRecords | None = None
+        self._records: Records | None = None
+        self._tells_first = bool(self._direct) and all(self._direct)
+        self._record_tag = take_tags(channel)
         self._late = bytearray(len(params))
         self.open = False  # whether a pass has begun and not ended
         self._unsettled = False
@@ -69,8 +78,10 @@ class GradientReducer:
         if not self.open:
             self._begin()
         self.order.note(param)
+        if self._tells_first and self.order.all_came():
+            return  # `end` comes next, and has something to say before it sends the last buckets
         for bucket in self.order.take():
-            self._launch(bucket)
+            self._launch(bucket, self._packing.pack(bucket))
 
     def _begin(self) -> None:
         for bucket in list(self._flying):
@@ -82,19 +93,34 @@ class GradientReducer:
         """The pass is over: reduce what is left, and tell the others what came here."""
         if not self.open:
             self._begin()  # nothing came here, but it did elsewhere
-        for bucket in self.order.flush():
-            self._launch(bucket)
+        left = [(bucket, self._packing.pack(bucket)) for bucket in self.order.flush()]
         self._packing.end_pass()
+        self._late = bytearray(param.grad is not None and param.requires_grad for param in self._params)
+        if self._tells_first:
+            self._tell(failed=failed)
+        for bucket, parts in left:
+            self._launch(bucket, parts)
+        if not self._tells_first:
+            self._tell(failed=failed)
         self.open = False
         self._unsettled = self.passed = True
+
+    def _tell(self, *, failed: bool) -> None:
+        """All other ranks, which gradients came here.
+
+        Where messages are told apart by tags, before the last buckets are sent: a step begins when all ranks have told,
+        and behind megabytes of gradients on the same connections that would be when all of them have arrived. Where
+        collectives are told apart by their order alone, after them, as every rank does.
+        """
         if self._records is not None:
             self._records.read()  # of an earlier pass; what it says is contained in the new one
-        self._late = bytearray(param.grad is not None and param.requires_grad for param in self._params)
-        if self._channel.world_size > 1:
-            self._records = gather_records(self._channel, bytes([failed]) + self._packing.used + self._late)
+        record = bytes([failed]) + self._packing.used + self._late
+        if self._tells_first:
+            self._records = DirectRecords(self._channel, record, self._record_tag)
+        elif self._channel.world_size > 1:
+            self._records = gather_records(self._channel, record)
 
-    def _launch(self, bucket: int) -> None:
-        parts = self._packing.pack(bucket)
+    def _launch(self, bucket: int, parts: list[Parts]) -> None:
         if self._wire_dtype is not None:
             parts = [[part.to(self._wire_dtype) for part in row] for row in parts]
         landing = self._memory.of(bucket) if self._direct[bucket] and self.shards[bucket] is None else None
@@ -145,7 +171,7 @@ class GradientReducer:
         self._begin()
         self._late = bytearray(len(self._params))
         for bucket in self.order.flush():
-            self._launch(bucket)
+            self._launch(bucket, self._packing.pack(bucket))
         self._packing.end_pass()
         self.open = False
 
