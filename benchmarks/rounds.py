@@ -13,17 +13,26 @@ from contenders import Trainee
 from drop_in_worker import from_all_ranks, in_turn, say
 from meters import count_calls, observe, slowest_rank_seconds
 
+from shardstep import ShardedOptimizer
+
 
 def measure_traffic(contenders: list[Trainee]) -> dict[str, Any]:
     """Bytes and calls of one full step, per rank."""
     results: dict[str, Any] = {}
     for contender in contenders:
-        one_step = partial(contender.train, 1)
+        one_step = partial(train_and_wait, contender)
         results[contender.name] = {
             "step": from_all_ranks(asdict(observe(one_step))),
             "calls": from_all_ranks(asdict(count_calls(one_step))),
         }
     return results
+
+
+def train_and_wait(contender: Trainee) -> None:
+    """One step, with nothing left on its way: torch crashes when a message that outlives the profiler is waited for."""
+    contender.train(1)
+    if isinstance(contender.optimizer, ShardedOptimizer):
+        contender.optimizer.synchronize()
 
 
 def measure_steps(contenders: list[Trainee], rounds: int, steps: int) -> dict[str, list[float]]:
