@@ -61,14 +61,14 @@ class LaunchOrder:
         self._missing: list[int] = []  # of each bucket: how many gradients are still to come
         self._seen: set[int] = set()
         self._next = 0
-        self._running = False
+        self.running = False  # between `begin` and `flush`
 
     def begin(self) -> None:
         """A backward pass begins."""
         self._missing = [*self._sizes, -1]  # after the last bucket comes one that is never complete
         self._seen = set()
         self._next = 0
-        self._running = True
+        self.running = True
 
     def note(self, param: int) -> bool:
         """The gradient of `param` is there: is there something to do? Called for every parameter, so it does little.
@@ -76,7 +76,7 @@ class LaunchOrder:
         Yes if a bucket is complete, which `take` then gives, or if no pass has begun. A gradient may come twice; the
         first time counts.
         """
-        if not self._running:
+        if not self.running:
             return True
         if param not in self._seen and param in self._buckets_of:
             self._seen.add(param)
@@ -97,6 +97,6 @@ class LaunchOrder:
 
     def flush(self) -> range:
         """The buckets that are left at the end of the backward pass: gradients that did not come count as none."""
-        self._running = False
+        self.running = False
         start, self._next = self._next, len(self._sizes)
         return range(start, self._next)

@@ -43,13 +43,18 @@ class FlatMessage:
         for param, view in self._places:
             if param.data_ptr() == view.data_ptr():
                 continue
-            if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device} became one of shape "
-                    f"{tuple(param.shape)}, {param.dtype} on {param.device}; build the optimizer after model.to(...)"
-                )
-            view.copy_(param.detach())
-            param.data = view
+            move_in(param, view, "build the optimizer after model.to(...)")
+
+
+def move_in(param: torch.Tensor, view: torch.Tensor, remedy: str) -> None:
+    """Make `param` the view, with its values; `remedy` is for one that has become something else."""
+    if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device} became one of shape "
+            f"{tuple(param.shape)}, {param.dtype} on {param.device}; {remedy}"
+        )
+    view.copy_(param.detach())
+    param.data = view
 
 
 class ScatteredMessage:

@@ -9,7 +9,7 @@ import torch
 
 from shardstep.planning import Bucket, Piece, Plan
 from shardstep.runtime.buffers import DEVICE_ALIGNMENT_NBYTES as ALIGNMENT_NBYTES
-from shardstep.runtime.buffers import dense_view, storage_order
+from shardstep.runtime.buffers import dense_view, move_in, storage_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +85,8 @@ class FlatMemory:
         if found == self._expected:
             return
         for param, view, place, expected in zip(self._params, self.homes.values(), found, self._expected, strict=True):
-            if place == expected:
-                continue
-            if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device} became one of shape "
-                    f"{tuple(param.shape)}, {param.dtype} on {param.device}; call shard(...) after model.to(...)"
-                )
-            view.copy_(param.detach())
-            param.data = view
+            if place != expected:
+                move_in(param, view, "call shard(...) after model.to(...)")
 
 
 def _whereabouts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:

@@ -67,11 +67,15 @@ class GradientReducer:
         self._tells_first = bool(self._direct) and all(self._direct)
         self._record_tag = take_tags(channel)
         self._late = bytearray(len(params))
-        self.open = False  # whether a pass has begun and not ended
         self._unsettled = False
         self.passed = False  # whether a pass was made since the last step
 
     # -- a pass -------------------------------------------------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self.order.running
 
     def ready(self, param: int) -> None:
         """Autograd has added to the gradient of `param`, and `order.note` says that there is something to do."""
@@ -86,7 +90,6 @@ class GradientReducer:
     def _begin(self) -> None:
         for bucket in list(self._flying):
             self._land(bucket)  # of an earlier pass
-        self.open = True
         self.order.begin()
 
     def end(self, *, failed: bool = False) -> None:
@@ -102,7 +105,6 @@ class GradientReducer:
             self._launch(bucket, parts)
         if not self._tells_first:
             self._tell(failed=failed)
-        self.open = False
         self._unsettled = self.passed = True
 
     def _tell(self, *, failed: bool) -> None:
@@ -173,7 +175,6 @@ class GradientReducer:
         for bucket in self.order.flush():
             self._launch(bucket, self._packing.pack(bucket))
         self._packing.end_pass()
-        self.open = False
 
     def take_over(self, used: Sequence[int]) -> None:
         """What an earlier plan's reducer knew."""
