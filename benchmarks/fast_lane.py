@@ -22,8 +22,8 @@ from report import SPREAD_COLUMNS, Grid, Report, Spread, Target, make_console
 EPILOG = """\
 It starts its own ranks; run it from the root of the repository on an otherwise idle machine:
 
-  python benchmarks/fast_lane.py            2 and 4 ranks over loopback: about seven minutes on two cores, 12 GB
-  python benchmarks/fast_lane.py --hosts 4 --rate 1gbit    4 hosts with slow links: three minutes; needs root, iproute2
+  python benchmarks/fast_lane.py            2 and 4 ranks over loopback: about fifteen minutes on two cores, 12 GB
+  python benchmarks/fast_lane.py --hosts 4 --rate 1gbit    4 hosts with slow links: nine minutes; needs root, iproute2
   python benchmarks/fast_lane.py --quick    a toy model on 2 ranks, seconds: shows that everything runs
 
 Results go to benchmarks/results/fast_lane.md and .json (--hosts: fast_lane_hosts.md and .json; --quick: the same names
@@ -34,11 +34,12 @@ made.
 
 METHOD = """\
 Gloo, one thread per rank; {network}. All train in the same processes, in turn; a ratio is that of two blocks of one
-round. A time is that of the slowest rank, from a barrier on. Memory comes from launches of one contender each: the
-peak of resident memory while it trains, over that of the process before the model was made. The C library keeps freed
-blocks of up to 32 MB for later, so that this peak differs by 100 MB between two launches of one program. To weigh what
-training needs, not what the library hoards, it is also told to return blocks from 1 MB on at once; the targets are for
-these launches, which repeat to a few MB. Times are of launches that leave the library as it is."""
+round. A block is two steps, after one that is not timed; a time is that of the slowest rank, from a barrier on. Memory
+comes from launches of one contender each: the peak of resident memory while it trains, over that of the process before
+the model was made. The C library keeps freed blocks of up to 32 MB for later, so that this peak differs by 100 MB
+between two launches of one program. To weigh what training needs, not what the library hoards, it is also told to
+return blocks from 1 MB on at once; the targets are for these launches, which repeat to a few MB. Times are of launches
+that leave the library as it is."""
 
 ON_ONE_MACHINE = ("DDP", "DDP fused", "torch ZeRO", "torch ZeRO fused", "FSDP2", "shardstep", "shardstep fused")
 ON_HOSTS = ("DDP fused", "torch ZeRO fused", "shardstep fused", "shardstep fused, overlap")
@@ -88,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
 def launches(arguments: argparse.Namespace) -> Iterator[Launch]:
     quick = arguments.quick
     if arguments.hosts:
-        yield Launch(arguments.hosts, ON_HOSTS, arguments.rate, arguments.rounds or (2 if quick else 12), 1, quick)
+        yield Launch(arguments.hosts, ON_HOSTS, arguments.rate, arguments.rounds or (2 if quick else 12), 2, quick)
         return
     for ranks in arguments.ranks or ([2] if quick else [2, 4]):
         yield Launch(ranks, ON_ONE_MACHINE, None, arguments.rounds or (2 if quick else 10), 2, quick)

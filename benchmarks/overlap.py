@@ -40,11 +40,10 @@ made.
 """
 
 METHOD = """\
-DDP with AdamW, Gloo, one thread per rank; {network}. Every contender
-but 'to holders' reduces gradients with torch's `allreduce_hook`, and those that overlap wrap their hook with
-`shard_buckets=True`. All train in the same processes, in turn; a ratio is that of two blocks of one round. A time is
-that of the slowest rank, from a barrier on. After every launch all ranks held the same bits; 'largest difference' is
-between contenders."""
+DDP with AdamW, Gloo, one thread per rank; {network}. Every contender but 'to holders' reduces gradients with torch's
+`allreduce_hook`, and those that overlap wrap their hook with `shard_buckets=True`. All train in the same processes, in
+turn; a ratio is that of two blocks of one round. A time is that of the slowest rank, from a barrier on, after a step
+that is not timed. After every launch all ranks held the same bits; 'largest difference' is between contenders."""
 
 PAIRS = (
     *(("sharded", "AdamW"), ("overlap", "AdamW"), ("interleaved", "AdamW"), ("to holders", "AdamW")),
