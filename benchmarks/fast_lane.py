@@ -195,7 +195,7 @@ def bounds_grid(result: Result, rate: str) -> Grid:
     once = ideal_bytes(result) / 2 * 8 / bits  # to bring all gradients to their holders, or all parameters to everyone
     last = once * result["largest_bytes"] / result["parameter_bytes"]
     compute = median(result["compute_seconds"])
-    after = {"DDP fused": 2 * last, "shardstep fused": last + once, "shardstep fused, overlap": last}
+    after = {"DDP fused": 2 * last, "shardstep fused": last + once, "shardstep fused, overlap": 2 * last}
     base = median(result["step_seconds"]["DDP fused"])
     rows = []
     for name, wire in after.items():
@@ -204,9 +204,10 @@ def bounds_grid(result: Result, rate: str) -> Grid:
     note = (
         f"Forward and backward take {compute:.2f} s when nothing is sent; all bytes of DDP or of shardstep take "
         f"{2 * once:.2f} s at link rate. The gradient of the tied embedding ({result['largest_bytes'] / 1e6:.0f} MB) "
-        "comes last. After it DDP sends it there and back. shardstep sends it there, then all parameters, which are "
-        "not stepped before step() is called; with gather='overlap' these go under the next forward. The bound is "
-        "computing and this, without the optimizer and TCP's own bytes."
+        "comes last, and the next forward begins with it. After backward DDP sends it there and back. shardstep sends "
+        "it there, then all parameters, which are not stepped before step() is called; with gather='overlap' all but "
+        "the embedding may go under the next forward. The bound is computing and this, without the optimizer and TCP's "
+        "own bytes."
     )
     columns = ("contender", "wire after backward, s", "bound, s", "measured, s", "bound / DDP fused as measured")
     return Grid("Lower bounds", note, columns, tuple(rows))

@@ -253,6 +253,42 @@ def test_what_a_failed_pass_took_is_not_taken_for_the_next(workers):
     workers(1).run(fails_to_pack_once)
 
 
+def fails_to_pack_on_one_rank(bucket: int) -> None:
+    """Memory runs out on rank 1; the others wait for what it would have sent."""
+    torch.manual_seed(1)
+    model, twin = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2)), nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2))
+    twin.load_state_dict(model.state_dict())
+    config = ShardConfig(bucket_mb=0.002)
+    opt, other = (shardstep.shard(net, optim.SGD, config=config, lr=0.1) for net in (model, twin))
+    pack = opt._gradients.reducer._packing.pack
+
+    def fails(number: int) -> Any:
+        if number == bucket % len(opt._gathers):
+            opt._gradients.reducer._packing.pack = pack
+            raise MemoryError
+        return pack(number)
+
+    if dist.get_rank() == 1:
+        opt._gradients.reducer._packing.pack = fails
+        with pytest.raises(MemoryError):
+            model(torch.ones(1, 40)).sum().backward()
+    else:
+        model(torch.ones(1, 40)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"the backward pass failed on ranks \[1\]"):
+        opt.step()
+    opt.zero_grad()
+    for net, optimizer in ((model, opt), (twin, other)):
+        net(torch.ones(1, 40)).sum().backward()
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs), "a step of the dead pass"
+
+
+@pytest.mark.parametrize("bucket", [0, 2, -1], ids=["first", "middle", "last"])
+def test_memory_that_runs_out_on_one_rank_hangs_nobody(workers, bucket):
+    workers(2).run(fails_to_pack_on_one_rank, bucket)
+
+
 class Phases(nn.Module):
     """The gradient of a real part's conjugate partner comes as a view that is conjugated when it is read."""
 

@@ -253,7 +253,8 @@ def test_buckets_are_launched_once_each_and_in_order(specs, random, world_size, 
             for bucket in due:
                 assert {piece.param for piece in plan.buckets[bucket].pieces} <= seen
                 launched.append(bucket)
-            assert not order.take(), "nothing waits that `note` has not told of"
+            assert not list(order.take()), "nothing waits that `note` has not told of"
             assert order.all_came() == (seen >= {piece.param for piece in plan.pieces})
-        launched.extend(order.flush())
+        launched.extend(order.left())
+        order.end()
         assert launched == list(range(len(plan.buckets)))

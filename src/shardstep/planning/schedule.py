@@ -8,7 +8,7 @@ function of bucket numbers alone: never of what has already arrived, which diffe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -61,7 +61,7 @@ class LaunchOrder:
         self._missing: list[int] = []  # of each bucket: how many gradients are still to come
         self._seen: set[int] = set()
         self._next = 0
-        self.running = False  # between `begin` and `flush`
+        self.running = False  # between `begin` and `end`
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -88,15 +88,16 @@ class LaunchOrder:
         """Whether no gradient is missing: the pass is about to end."""
         return len(self._seen) == len(self._buckets_of)
 
-    def take(self) -> range:
-        """The buckets to reduce now."""
-        start = self._next
+    def take(self) -> Iterator[int]:
+        """The buckets to reduce now. One counts as reduced when the next is asked for: if that raises, it is `left`."""
         while self._missing[self._next] == 0:
+            yield self._next
             self._next += 1
-        return range(start, self._next)
 
-    def flush(self) -> range:
-        """The buckets that are left at the end of the backward pass: gradients that did not come count as none."""
+    def left(self) -> range:
+        """The buckets that were not reduced: at the end of a pass, gradients that did not come count as none."""
+        return range(self._next, len(self._sizes))
+
+    def end(self) -> None:
+        """The backward pass is over, and what was left is on its way."""
         self.running = False
-        start, self._next = self._next, len(self._sizes)
-        return range(start, self._next)

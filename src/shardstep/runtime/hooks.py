@@ -66,16 +66,18 @@ class BackwardHooks:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
-        self._armed = False
-        if self._reducer.open or self._reducer.has_gradients():
+        ends = self._reducer.open or self._reducer.has_gradients()
+        if ends:
             self._reducer.end()
+        self._armed = False  # not before: if the end raises, `recover` is to make another
+        if ends:
             self._done()
 
     def recover(self) -> None:
         """If a backward pass has raised half-way, end it: the other ranks wait for the rest of its messages."""
         if self._armed and not in_backward():
-            self._armed = False
             self._reducer.end(failed=True)
+            self._armed = False
 
 
 def in_backward() -> bool:

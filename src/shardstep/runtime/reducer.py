@@ -96,13 +96,15 @@ class GradientReducer:
         """The pass is over: reduce what is left, and tell the others what came here."""
         if not self.open:
             self._begin()  # nothing came here, but it did elsewhere
-        left = [(bucket, self._packing.pack(bucket)) for bucket in self.order.flush()]
+        # All of them before anything is sent: if memory runs out here, the pass is still to end, as a failed one.
+        left = [(bucket, self._packing.pack(bucket)) for bucket in self.order.left()]
         self._packing.end_pass()
         self._late = bytearray(param.grad is not None and param.requires_grad for param in self._params)
         if self._tells_first:
             self._tell(failed=failed)
         for bucket, parts in left:
             self._launch(bucket, parts)
+        self.order.end()
         if not self._tells_first:
             self._tell(failed=failed)
         self._unsettled = self.passed = True
@@ -172,8 +174,9 @@ class GradientReducer:
         """Reduce what came too late; called on every rank if it did on any."""
         self._begin()
         self._late = bytearray(len(self._params))
-        for bucket in self.order.flush():
+        for bucket in self.order.left():
             self._launch(bucket, self._packing.pack(bucket))
+        self.order.end()
         self._packing.end_pass()
 
     def take_over(self, used: Sequence[int]) -> None:
