@@ -312,23 +312,91 @@ def test_clipping(workers, norm_type, gradients):
     workers(2).run(clips, norm_type, gradients)
 
 
+def clips_values(gradients: Any) -> None:
+    model = Matrices()
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    plain = optim.SGD(ddp.parameters(), lr=0.05)
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, gradients=gradients)
+    opt = shardstep.shard(model, optim.SGD, config=config, lr=0.05)
+    for step in range(3):
+        loss_of(ddp, batch(step)).backward()
+        loss_of(model, batch(step)).backward()
+        limit = max(param.grad.abs().max().item() for param in ddp.parameters() if param.numel()) / 3
+        torch.nn.utils.clip_grad_value_(ddp.parameters(), limit)
+        opt.clip_grad_value_(limit)
+        for optimizer in (plain, opt):
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), ddp.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("gradients", ["shard", "keep"])
+def test_clipping_by_value(workers, gradients):
+    workers(2).run(clips_values, gradients)
+
+
+def zeroes_through_the_model(set_to_none: bool, gradients: Any) -> None:
+    model, twin = Net(), Net()
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, gradients=gradients)
+    opt, other = (shardstep.shard(net, optim.AdamW, config=config, lr=0.05) for net in (model, twin))
+    for step in range(3):
+        loss_of(model, batch(7)).backward()  # forgotten at once
+        model.zero_grad(set_to_none)
+        if not set_to_none:
+            loss_of(twin, batch(7)).backward()
+            other.zero_grad(set_to_none=False)
+        for net, optimizer in ((model, opt), (twin, other)):
+            loss_of(net, batch(step)).backward()
+            optimizer.step()
+        model.zero_grad()
+        other.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("gradients", ["shard", "keep"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_of_the_model_drops_the_shards(workers, set_to_none, gradients):
+    workers(2).run(zeroes_through_the_model, set_to_none, gradients)
+
+
+def refuses_to_zero_a_part() -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    opt = shardstep.shard(model, optim.AdamW, lr=0.05)
+    model[0].zero_grad()  # there is nothing to drop
+    loss_of(model, batch(0)).backward()
+    kind, text = raised(model[0].zero_grad)
+    assert kind == "RuntimeError"
+    assert "call zero_grad() of the model or of the optimizer" in text
+    nn.ModuleDict({"inner": model, "head": nn.Linear(2, 2)}).zero_grad()  # all of it, and more
+    assert not opt.holds_gradient_of(model[0].weight)
+    opt.close()
+    model[0].zero_grad()  # nobody's any more
+
+
+def test_zero_grad_of_a_part_of_the_model_is_refused(workers):
+    workers(2).run(refuses_to_zero_a_part)
+
+
 def refuses_to_clip_nothing() -> None:
     model = Net()
     opt = shardstep.shard(model, optim.AdamW, lr=0.05)
     loss_of(model, batch(0)).backward()
     assert all(param.grad is None for param in model.parameters())
-    kind, text = raised(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    assert kind == "RuntimeError"
-    assert "would clip nothing" in text
     other = nn.Linear(2, 2)
     other(torch.ones(1, 2)).sum().backward()
-    torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # nobody else is disturbed
+    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        kind, text = raised(lambda clip=clip: clip(model.parameters(), 1.0))
+        assert kind == "RuntimeError"
+        assert f"torch.nn.utils.{clip.__name__} would clip nothing. Call {clip.__name__} of the optimizer" in text
+        clip(other.parameters(), 1.0)  # nobody else is disturbed
     opt.grad_norms()
     opt._gradients.scale(float("nan"))
     assert raised(lambda: opt.clip_grad_norm_(1.0, error_if_nonfinite=True))[0] == "RuntimeError"
 
 
-def test_torchs_clip_grad_norm_does_not_silently_clip_nothing(workers):
+def test_torchs_clipping_does_not_silently_clip_nothing(workers):
     workers(2).run(refuses_to_clip_nothing)
 
 

@@ -20,11 +20,11 @@ from shardstep.local_share import LocalShare
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.runtime.agreement import Claim, Facts, agree, step_agreement
 from shardstep.runtime.buffers import DEVICE_ALIGNMENT_NBYTES, move_out
-from shardstep.runtime.clip_guard import guard
 from shardstep.runtime.collectives import broadcast_tensors, open_channel
 from shardstep.runtime.flat_memory import FlatMemory, RangeMessage
 from shardstep.runtime.forward_hooks import wait_before_use
 from shardstep.runtime.gathers import finish_gathers, make_gathers
+from shardstep.runtime.gradient_guard import guard
 from shardstep.runtime.gradients import KeptGradients, ShardedGradients
 from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options, is_of_torch
 from shardstep.runtime.norms import norms_by_parameter, total_norm
@@ -345,9 +345,30 @@ class ShardedOptimizer(Optimizer):
             self._gradients.scale(factor)
         return torch.tensor(norm)
 
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
+        self._take_in_late_gradients()
+        if self._config.gradients == "keep":
+            torch.nn.utils.clip_grad_value_(self._params, clip_value)
+        else:
+            self._gradients.clamp(clip_value)
+
     def holds_gradient_of(self, param: torch.Tensor) -> bool:
         """Whether `param` has a gradient that torch's functions do not see."""
-        return self._gradients.hides(param)
+        return not self._closed and self._gradients.hides(param)
+
+    def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
+        """`zero_grad` of a module with these parameters was called: of the model, or of a part of it."""
+        if self._closed or not self._ready:
+            return
+        given = set(params)
+        if given.issuperset(self._params):
+            self.zero_grad(set_to_none)
+        elif any(param in given and self.holds_gradient_of(param) for param in self._params):
+            raise RuntimeError(
+                "zero_grad() of a part of the model cannot drop its part of gradients that are sharded over the ranks: "
+                'call zero_grad() of the model or of the optimizer, or pass config=ShardConfig(gradients="keep")'
+            )
 
     # -- other plans --------------------------------------------------------------------------------------------------
 

@@ -126,6 +126,12 @@ class ShardedGradients:
         if shards:
             torch._foreach_mul_(shards, factor)
 
+    def clamp(self, limit: float) -> None:
+        for bucket in range(len(self._own)):
+            shard = self.reducer.land(bucket)
+            if shard is not None:
+                shard.clamp_(-limit, limit)
+
     def clear(self, *, to_none: bool) -> None:
         self._hooks.recover()
         for param in self._params:
