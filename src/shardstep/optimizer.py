@@ -20,7 +20,7 @@ from shardstep.local_share import LocalShare
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.runtime.agreement import Claim, Facts, agree, step_agreement
 from shardstep.runtime.buffers import DEVICE_ALIGNMENT_NBYTES, move_out
-from shardstep.runtime.collectives import broadcast_tensors, open_channel
+from shardstep.runtime.collectives import broadcast_tensors, open_channel, takes_many_messages
 from shardstep.runtime.flat_memory import FlatMemory, RangeMessage
 from shardstep.runtime.forward_hooks import wait_before_use
 from shardstep.runtime.gathers import finish_gathers, make_gathers
@@ -29,6 +29,7 @@ from shardstep.runtime.gradients import KeptGradients, ShardedGradients
 from shardstep.runtime.local_optimizer import build, check_optimizer_class, copy_options, is_of_torch
 from shardstep.runtime.norms import norms_by_parameter, total_norm
 from shardstep.runtime.probe import finest_layout
+from shardstep.runtime.turns import Turn, Turns
 from shardstep.state.resharding import Entry, cut_whole, join_entries, read_shard, reshard
 from shardstep.state.state_dict import check_state_dict, pack_groups
 
@@ -79,6 +80,8 @@ class ShardedOptimizer(Optimizer):
             failure = error
         agree(self._channel, Claim("shard(...)", failure, facts))
         self._take_the_model()
+        on_hosts = all(takes_many_messages(self._channel, param.device) for param in self._params)
+        self._turns = Turns(self._channel, announced=on_hosts)
         self._make_ranks_equal()
         self._claimed = False
         self._closed = False
@@ -119,7 +122,8 @@ class ShardedOptimizer(Optimizer):
         """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
         if self._closed:
             return
-        self.synchronize()
+        if not self._turns.apart:
+            self.synchronize()
         self._gradients.remove_hooks()
         for handle in self._forward_hooks:
             handle.remove()
@@ -193,6 +197,7 @@ class ShardedOptimizer(Optimizer):
             self._model,
             self._config.reduce_dtype,
             lambda: self._syncs,
+            self._turns,
             # What a class of somebody else's keeps of a gradient cannot be known; and "keep" needs shards for a moment.
             reuse_memory=self._config.gradients == "shard" and is_of_torch(self._class),
         )
@@ -218,10 +223,11 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError("this optimizer was closed: shard(...) was called again on its model, or close()")
         self.synchronize()
         self._agreement.begin()
-        self._take_in_late_gradients()
+        self._take_in_late_gradients(Turn.STEP)
         self._sync_buffers()
         self._memory.adopt()
         failure = self._step_and_send()
+        self._turns.check()  # what follows waits for the others' step; all of their gradients have come
         trainable = _trainable(self.param_groups)
         changed = trainable != [spec.trainable for spec in self._plan.params]
         facts = Facts(map(str, read_specs(self.param_groups, trainable))) if changed else self._facts
@@ -242,14 +248,18 @@ class ShardedOptimizer(Optimizer):
         """
         buffers = list(self._model.buffers()) if self._config.sync_buffers and self._channel.world_size > 1 else []
         if buffers:
+            self._turns.check()
             broadcast_tensors(self._channel, buffers, source=0)
 
-    def _take_in_late_gradients(self) -> None:
+    def _take_in_late_gradients(self, turn: Turn) -> None:
+        """Before anything is done with gradients: `turn` says what."""
         if self._channel.world_size > 1:
             self._gradients.make_up_for_a_pass()
+        self._turns.announce(turn)
         late = self._gradients.settle()
         if not any(late):
             return
+        self._turns.check()
         if any(flag and not spec.trainable for flag, spec in zip(late, self._plan.params, strict=True)):
             # Unfrozen since the last step: it has a gradient, and no place in the plan.
             trainable = _trainable(self.param_groups)
@@ -302,6 +312,7 @@ class ShardedOptimizer(Optimizer):
     def _wait_for(self, buckets: Sequence[int]) -> None:
         waiting = [bucket for bucket in buckets if bucket in self._arriving]
         if waiting:
+            self._turns.check()
             finish_gathers([self._gathers[bucket] for bucket in waiting])
             self._arriving.difference_update(waiting)
 
@@ -322,8 +333,9 @@ class ShardedOptimizer(Optimizer):
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
         """The norm of the mean gradient of every parameter, by name; the same on every rank. One small exchange."""
-        self._take_in_late_gradients()
+        self._take_in_late_gradients(Turn.LOOK)
         pieces = [(piece.param, gradient) for piece, gradient in self._gradients.present()]
+        self._turns.check()
         norms = norms_by_parameter(self._channel, pieces, len(self._plan.params), norm_type)
         return {spec.name: norm for spec, norm in zip(self._plan.params, norms, strict=True) if spec.trainable}
 
@@ -331,10 +343,12 @@ class ShardedOptimizer(Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns what it was."""
-        self._take_in_late_gradients()
+        self._take_in_late_gradients(Turn.LOOK)
         if self._config.gradients == "keep":
             return torch.nn.utils.clip_grad_norm_(self._params, max_norm, norm_type, error_if_nonfinite)
-        norm = total_norm(self._channel, [gradient for _, gradient in self._gradients.present()], norm_type)
+        gradients = [gradient for _, gradient in self._gradients.present()]
+        self._turns.check()
+        norm = total_norm(self._channel, gradients, norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped; "
@@ -347,7 +361,7 @@ class ShardedOptimizer(Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
-        self._take_in_late_gradients()
+        self._take_in_late_gradients(Turn.LOOK)
         if self._config.gradients == "keep":
             torch.nn.utils.clip_grad_value_(self._params, clip_value)
         else:

@@ -15,6 +15,7 @@ from shardstep.runtime.flat_memory import FlatMemory, RangeMessage, flat_gradien
 from shardstep.runtime.gathers import finish_gathers, make_gathers
 from shardstep.runtime.hooks import BackwardHooks
 from shardstep.runtime.reducer import GradientReducer
+from shardstep.runtime.turns import Turns
 
 
 class ShardedGradients:
@@ -28,11 +29,12 @@ class ShardedGradients:
         model: nn.Module,
         wire_dtype: torch.dtype | None,
         syncs: Callable[[], bool],
+        turns: Turns,
         *,
         reuse_memory: bool,
     ) -> None:
-        self._channel, self._memory, self._params = channel, memory, params
-        self.reducer = GradientReducer(channel, memory, params, wire_dtype, reuse_memory=reuse_memory)
+        self._channel, self._memory, self._params, self._turns = channel, memory, params, turns
+        self.reducer = GradientReducer(channel, memory, params, wire_dtype, turns, reuse_memory=reuse_memory)
         self._place = {param: place for place, param in enumerate(params)}
         self._travels = memory.homes.keys()
         self._travelling = [params[place] for place in sorted(self._travels)]
@@ -174,6 +176,7 @@ class KeptGradients(ShardedGradients):
         )
 
     def _after_pass(self) -> None:
+        self._turns.check()
         self._late = ShardedGradients.settle(self)
         if any(place in self._travels for place, flag in enumerate(self._late) if flag):
             super().reduce_late(self._late)

@@ -28,6 +28,7 @@ from shardstep.runtime.collectives import (
 from shardstep.runtime.flat_memory import FlatMemory, ShardMemory
 from shardstep.runtime.packing import GradientPacking, Parts
 from shardstep.runtime.reductions import Reduction, first_other, start_reduction
+from shardstep.runtime.turns import Turn, Turns
 
 # How much may be on the wire before backward waits for the oldest bucket: it needs memory for what arrives.
 IN_FLIGHT_NBYTES = 80_000_000
@@ -44,12 +45,14 @@ class GradientReducer:
         memory: FlatMemory,
         params: Sequence[torch.Tensor],
         wire_dtype: torch.dtype | None,
+        turns: Turns,
         *,
         reuse_memory: bool,
     ) -> None:
         """`reuse_memory`: nobody looks at a gradient of an earlier step, so the next may lie where it lay."""
         self._channel = channel
         self._params = params
+        self._turns = turns
         alone = channel.world_size == 1
         # Where parts are sent one by one, large gradients are not copied together first.
         self._direct = [not alone and takes_many_messages(channel, bucket.device) for bucket in memory.buckets]
@@ -80,12 +83,17 @@ class GradientReducer:
     def ready(self, param: int) -> None:
         """Autograd has added to the gradient of `param`, and `order.note` says that there is something to do."""
         if not self.open:
-            self._begin()
+            self._begin_pass()
         self.order.note(param)
         if self._tells_first and self.order.all_came():
             return  # `end` comes next, and has something to say before it sends the last buckets
         for bucket in self.order.take():
             self._launch(bucket, self._packing.pack(bucket))
+
+    def _begin_pass(self) -> None:
+        if self.passed:
+            self._turns.announce(Turn.PASS)
+        self._begin()
 
     def _begin(self) -> None:
         for bucket in list(self._flying):
@@ -94,8 +102,9 @@ class GradientReducer:
 
     def end(self, *, failed: bool = False) -> None:
         """The pass is over: reduce what is left, and tell the others what came here."""
+        self._turns.raise_if_apart()
         if not self.open:
-            self._begin()  # nothing came here, but it did elsewhere
+            self._begin_pass()  # nothing came here, but it did elsewhere
         # All of them before anything is sent: if memory runs out here, the pass is still to end, as a failed one.
         left = [(bucket, self._packing.pack(bucket)) for bucket in self.order.left()]
         self._packing.end_pass()
@@ -131,6 +140,7 @@ class GradientReducer:
         places = self._packing.places(bucket, self._channel.rank)
         self._flying[bucket] = start_reduction(self._channel, parts, places, self._tags[bucket], landing)
         while len(self._flying) > 1 and sum(self._nbytes[flying] for flying in self._flying) > IN_FLIGHT_NBYTES:
+            self._turns.check()
             self._land(next(iter(self._flying)))
 
     @torch.no_grad()
@@ -197,6 +207,7 @@ class GradientReducer:
 
     def drop(self) -> None:
         """Forget all gradients."""
+        self._turns.check()
         for bucket in list(self._flying):
             self._land(bucket)  # the memory belongs to the transport until then
         if self._records is not None:
@@ -212,6 +223,7 @@ class GradientReducer:
 
     def zero(self) -> None:
         """Make all gradients zero, without forgetting that they were there."""
+        self._turns.check()
         for bucket in list(self._flying):
             self._land(bucket)
         for shard in self.shards:
