@@ -275,6 +275,39 @@ def survives_a_broken_backward(everywhere: bool) -> None:
         assert torch.equal(ours, theirs)
 
 
+def goes_on_without_a_step(gradients: Any, passes: int) -> None:
+    """The usual loop: whoever's backward pass or step raises drops the batch and goes on with the next."""
+    model, twin = Breaking(), Breaking()
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, gradients=gradients)
+    opt, other = (shardstep.shard(net, optim.AdamW, config=config, lr=0.05) for net in (model, twin))
+    failed = []
+    for step in range(4):
+        try:
+            for number in range(passes):
+                Breaks.armed = step == 1 and number == passes - 1 and dist.get_rank() == 1
+                loss_of(model, batch(10 * step + number)).backward()
+            opt.step()
+        except (ArithmeticError, RuntimeError):
+            failed.append(step)
+        Breaks.armed = False
+        opt.zero_grad()
+        dist.barrier()
+        if step != 1:
+            for number in range(passes):
+                loss_of(twin, batch(10 * step + number)).backward()
+            other.step()
+            other.zero_grad()
+    assert failed == [1]
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("gradients", ["shard", "keep"])
+def test_a_rank_whose_backward_raised_need_not_step(workers, gradients, passes):
+    workers(2).run(goes_on_without_a_step, gradients, passes)
+
+
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_after_a_backward_that_raised_the_next_step_works(workers, everywhere):
     workers(2).run(survives_a_broken_backward, everywhere)
@@ -363,11 +396,13 @@ def test_zero_grad_of_the_model_drops_the_shards(workers, set_to_none, gradients
 
 def refuses_to_zero_a_part() -> None:
     model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    model[0].unused = unused = nn.Linear(2, 2)
     opt = shardstep.shard(model, optim.AdamW, lr=0.05)
     model[0].zero_grad()  # there is nothing to drop
     loss_of(model, batch(0)).backward()
     kind, text = raised(model[0].zero_grad)
     assert kind == "RuntimeError"
+    unused.zero_grad()  # it has no gradient
     assert "call zero_grad() of the model or of the optimizer" in text
     nn.ModuleDict({"inner": model, "head": nn.Linear(2, 2)}).zero_grad()  # all of it, and more
     assert not opt.holds_gradient_of(model[0].weight)

@@ -253,17 +253,23 @@ def test_what_a_failed_pass_took_is_not_taken_for_the_next(workers):
     workers(1).run(fails_to_pack_once)
 
 
+def two_alike() -> tuple[nn.Module, nn.Module, Any, Any]:
+    """Two equal models of several buckets, and their optimizers."""
+    nets = [nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    config = ShardConfig(bucket_mb=0.002)
+    opts = [shardstep.shard(net, optim.SGD, config=config, lr=0.1) for net in nets]
+    assert len(opts[0]._gathers) == 3
+    return *nets, *opts
+
+
 def fails_to_pack_on_one_rank(bucket: int) -> None:
     """Memory runs out on rank 1; the others wait for what it would have sent."""
-    torch.manual_seed(1)
-    model, twin = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2)), nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 2))
-    twin.load_state_dict(model.state_dict())
-    config = ShardConfig(bucket_mb=0.002)
-    opt, other = (shardstep.shard(net, optim.SGD, config=config, lr=0.1) for net in (model, twin))
+    model, twin, opt, other = two_alike()
     pack = opt._gradients.reducer._packing.pack
 
     def fails(number: int) -> Any:
-        if number == bucket % len(opt._gathers):
+        if number == bucket:
             opt._gradients.reducer._packing.pack = pack
             raise MemoryError
         return pack(number)
@@ -284,9 +290,45 @@ def fails_to_pack_on_one_rank(bucket: int) -> None:
         assert torch.equal(ours, theirs), "a step of the dead pass"
 
 
-@pytest.mark.parametrize("bucket", [0, 2, -1], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("bucket", [0, 1, 2])
 def test_memory_that_runs_out_on_one_rank_hangs_nobody(workers, bucket):
     workers(2).run(fails_to_pack_on_one_rank, bucket)
+
+
+def loses_what_arrived(bucket: int) -> None:
+    """Memory runs out on rank 1 when a bucket that has arrived is summed: it was sent, and is not sent again."""
+    model, twin, opt, other = two_alike()
+    take_mean = opt._gradients.reducer._take_mean
+
+    def fails(number: int, reduction: Any) -> None:
+        take_mean(number, reduction)
+        if number == bucket:
+            raise MemoryError
+
+    with mock.patch.object(reducer, "IN_FLIGHT_NBYTES", 100):
+        if dist.get_rank() == 1:
+            opt._gradients.reducer._take_mean = fails
+            with pytest.raises(MemoryError):
+                model(torch.ones(1, 40)).sum().backward()
+        else:
+            model(torch.ones(1, 40)).sum().backward()
+        opt._gradients.reducer._take_mean = take_mean
+        with pytest.raises(RuntimeError, match=r"failed on ranks? \[?1\]?"):
+            opt.step()
+        opt.zero_grad()
+        twin.load_state_dict(model.state_dict())  # rank 0 may have stepped its share
+        for number in range(3):
+            for net, optimizer in ((model, opt), (twin, other)):
+                net(torch.full((1, 40), number + 1.0)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs), "messages of two passes were mixed up"
+
+
+@pytest.mark.parametrize("bucket", [0, 1])
+def test_memory_that_runs_out_when_gradients_arrive_mixes_up_nothing(workers, bucket):
+    workers(2).run(loses_what_arrived, bucket)
 
 
 class Phases(nn.Module):

@@ -249,11 +249,12 @@ def test_buckets_are_launched_once_each_and_in_order(specs, random, world_size, 
         seen: set[int] = set()
         for param in [*coming, *coming[:2]]:
             seen.add(param)
-            due = list(order.take()) if order.note(param) else []
-            for bucket in due:
-                assert {piece.param for piece in plan.buckets[bucket].pieces} <= seen
-                launched.append(bucket)
-            assert not list(order.take()), "nothing waits that `note` has not told of"
+            if order.note(param):
+                while (bucket := order.due()) is not None:
+                    assert {piece.param for piece in plan.buckets[bucket].pieces} <= seen
+                    launched.append(bucket)
+                    order.launched()
+            assert order.due() is None, "nothing waits that `note` has not told of"
             assert order.all_came() == (seen >= {piece.param for piece in plan.pieces})
         launched.extend(order.left())
         order.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -60,8 +61,8 @@ ODD: dict[str, tuple[Callable[[nn.Module, Any], None], str]] = {
     "no step": (leaves_out_the_step, "make another backward pass"),
     "no two steps": (leaves_out_two_steps, "make another backward pass"),
     "one pass more": (makes_one_pass_more, "make another backward pass"),
-    "clip": (clips_alone, "clip gradients or ask for their norms"),
-    "norms": (asks_for_norms_alone, "clip gradients or ask for their norms"),
+    "clip": (clips_alone, "call clip_grad_norm_()"),
+    "norms": (asks_for_norms_alone, "call grad_norms()"),
 }
 CONFIGS: dict[str, ShardConfig] = {
     "wait": ShardConfig(bucket_mb=SMALL_BUCKETS),
@@ -107,7 +108,8 @@ def goes_apart(odd: str, config: str, make: Callable[[], nn.Module]) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("odd", ODD)
 def test_ranks_that_go_apart_all_raise(workers, odd, config):
-    workers(3).run(goes_apart, odd, config, Net)
+    if (odd, config) != ("clip", "keep"):  # there it is this rank's own affair
+        workers(3).run(goes_apart, odd, config, Net)
 
 
 @pytest.mark.parametrize("make", [Net, Normalized])
@@ -115,6 +117,70 @@ def test_ranks_that_go_apart_all_raise(workers, odd, config):
 def test_also_where_a_pass_or_a_step_waits_early(workers, odd, make):
     """Little may be in flight, so the odd pass waits for its first buckets; with buffers, the step for rank 0's."""
     workers(2).run(goes_apart_early, odd, make)
+
+
+def looks_in_two_ways() -> None:
+    model = Net()
+    opt = shardstep.shard(model, optim.AdamW, lr=0.05)
+    loss_of(model, batch(0)).backward()
+    text = raised(opt.grad_norms if dist.get_rank() else lambda: opt.clip_grad_norm_(1.0))[1]
+    assert "ranks [0] call clip_grad_norm_(); ranks [1] call grad_norms()" in text
+
+
+def test_two_ways_to_look_at_gradients_are_told_apart(workers):
+    workers(2).run(looks_in_two_ways)
+
+
+def clips_what_it_keeps() -> None:
+    model = Net()
+    opt = shardstep.shard(model, optim.AdamW, config=CONFIGS["keep"], lr=0.05)
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+        if dist.get_rank() == 1:
+            opt.clip_grad_norm_(float("inf"))  # only to look at it
+            opt.clip_grad_value_(float("inf"))
+        opt.step()
+        opt.zero_grad()
+
+
+def test_a_rank_may_clip_alone_what_it_keeps(workers):
+    workers(2).run(clips_what_it_keeps)
+
+
+def makes_no_pass_after_a_new_plan() -> None:
+    """A rank without a batch: the others' pass is made up for, also in the first step of a new plan."""
+    model = Net()
+    opt = shardstep.shard(model, optim.SGD, config=CONFIGS["wait"], lr=0.05)
+    steps(model, opt)
+    opt.zero_grad()
+    model.first.requires_grad_(False)
+    steps(model, opt)
+    opt.zero_grad()
+    if dist.get_rank() != 1:
+        loss_of(model, batch(1)).backward()
+    opt.step()
+
+
+def test_a_rank_without_a_batch_after_a_new_plan(workers):
+    workers(3).run(makes_no_pass_after_a_new_plan)
+
+
+def syncs_on_one_rank_only() -> None:
+    model = Net()
+    opt = shardstep.shard(model, optim.SGD, config=CONFIGS["wait"], lr=0.05)
+    odd = dist.get_rank() == 1
+    with opt.no_sync() if odd else nullcontext():
+        loss_of(model, batch(0)).backward()
+    text = raised(opt.step)[1]
+    assert ("never reduced" if odd else "the backward pass failed on ranks [1]") in text
+    left = [param.grad is not None for param in model.parameters() if param.numel()]
+    assert all(left) if odd else not any(left), "what was never reduced is not lost"
+    opt.zero_grad()
+    steps(model, opt)
+
+
+def test_a_rank_whose_passes_are_all_inside_no_sync_hangs_nobody(workers):
+    workers(2).run(syncs_on_one_rank_only)
 
 
 def goes_on_alike() -> None:

@@ -34,6 +34,7 @@ from shardstep.state.resharding import Entry, cut_whole, join_entries, read_shar
 from shardstep.state.state_dict import check_state_dict, pack_groups
 
 _owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedOptimizer]] = weakref.WeakKeyDictionary()
+_abandoned: list[Any] = []  # what ranks that went apart left under way
 _GRADIENT = "shardstep.gradient"  # a gradient that moves with the state of its piece
 
 
@@ -122,12 +123,19 @@ class ShardedOptimizer(Optimizer):
         """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
         if self._closed:
             return
-        if not self._turns.apart:
+        if self._turns.apart:
+            self._leave_what_may_arrive()
+        else:
             self.synchronize()
         self._gradients.remove_hooks()
         for handle in self._forward_hooks:
             handle.remove()
         self._closed = True
+
+    def _leave_what_may_arrive(self) -> None:
+        """Messages of a step that not all ranks made may still come, and must find memory that is nobody else's."""
+        move_out(self._params, [values for memory in self._memory.buckets for values in memory.ranges])
+        _abandoned.append((self._memory, self._gathers, self._gradients.reducer))
 
     @torch.no_grad()
     def _make_ranks_equal(self) -> None:
@@ -251,12 +259,17 @@ class ShardedOptimizer(Optimizer):
             self._turns.check()
             broadcast_tensors(self._channel, buffers, source=0)
 
-    def _take_in_late_gradients(self, turn: Turn) -> None:
-        """Before anything is done with gradients: `turn` says what."""
+    def _take_in_late_gradients(self, turn: Turn, *, waits: bool = True) -> None:
+        """Before anything is done with gradients: `turn` says what, and `waits` whether it waits for other ranks."""
         if self._channel.world_size > 1:
             self._gradients.make_up_for_a_pass()
-        self._turns.announce(turn)
-        late = self._gradients.settle()
+        self._turns.check()
+        try:
+            late = self._gradients.settle()
+        except RuntimeError as error:
+            raise self._why_not_to_step() or error from None  # this rank's own reason, if it has one
+        if waits or any(late):
+            self._turns.announce(turn)
         if not any(late):
             return
         self._turns.check()
@@ -333,7 +346,7 @@ class ShardedOptimizer(Optimizer):
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
         """The norm of the mean gradient of every parameter, by name; the same on every rank. One small exchange."""
-        self._take_in_late_gradients(Turn.LOOK)
+        self._take_in_late_gradients(Turn.NORMS)
         pieces = [(piece.param, gradient) for piece, gradient in self._gradients.present()]
         self._turns.check()
         norms = norms_by_parameter(self._channel, pieces, len(self._plan.params), norm_type)
@@ -343,7 +356,7 @@ class ShardedOptimizer(Optimizer):
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns what it was."""
-        self._take_in_late_gradients(Turn.LOOK)
+        self._take_in_late_gradients(Turn.CLIP_NORM, waits=self._config.gradients == "shard")
         if self._config.gradients == "keep":
             return torch.nn.utils.clip_grad_norm_(self._params, max_norm, norm_type, error_if_nonfinite)
         gradients = [gradient for _, gradient in self._gradients.present()]
@@ -361,7 +374,7 @@ class ShardedOptimizer(Optimizer):
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
-        self._take_in_late_gradients(Turn.LOOK)
+        self._take_in_late_gradients(Turn.CLIP_VALUE, waits=False)
         if self._config.gradients == "keep":
             torch.nn.utils.clip_grad_value_(self._params, clip_value)
         else:
@@ -372,11 +385,11 @@ class ShardedOptimizer(Optimizer):
         return not self._closed and self._gradients.hides(param)
 
     def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
-        """`zero_grad` of a module with these parameters was called: of the model, or of a part of it."""
+        """`zero_grad` of a module with these parameters is called: of the model, or of a part of it."""
         if self._closed or not self._ready:
             return
         given = set(params)
-        if given.issuperset(self._params):
+        if given.issuperset(self._model.parameters()):
             self.zero_grad(set_to_none)
         elif any(param in given and self.holds_gradient_of(param) for param in self._params):
             raise RuntimeError(
@@ -423,7 +436,7 @@ class ShardedOptimizer(Optimizer):
         old, entries = self._plan, self._share.entries()
         for piece, gradient in self._gradients.present():
             entries[piece] = {**entries.get(piece, {}), _GRADIENT: gradient}
-        used = self._gradients.used
+        used, passed = self._gradients.used, self._gradients.reducer.passed
         plan = self._plan_for(trainable)
         moved = reshard(self._channel, old, plan, entries)
         gradients = {piece: entry.pop(_GRADIENT) for piece, entry in moved.items() if _GRADIENT in entry}
@@ -433,7 +446,7 @@ class ShardedOptimizer(Optimizer):
         buffers = [values for memory in self._memory.buckets for values in memory.ranges]
         self._build_together(plan, {piece: entry for piece, entry in moved.items() if entry}, "a new plan")
         move_out((p for p, travels in zip(self._params, trainable, strict=True) if not travels), buffers)
-        self._gradients.take_over(gradients, used)
+        self._gradients.take_over(gradients, used, passed=passed)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

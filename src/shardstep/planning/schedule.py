@@ -8,7 +8,7 @@ function of bucket numbers alone: never of what has already arrived, which diffe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -73,7 +73,7 @@ class LaunchOrder:
     def note(self, param: int) -> bool:
         """The gradient of `param` is there: is there something to do? Called for every parameter, so it does little.
 
-        Yes if a bucket is complete, which `take` then gives, or if no pass has begun. A gradient may come twice; the
+        Yes if a bucket is `due`, or if no pass has begun. A gradient may come twice; the
         first time counts.
         """
         if not self.running:
@@ -88,11 +88,13 @@ class LaunchOrder:
         """Whether no gradient is missing: the pass is about to end."""
         return len(self._seen) == len(self._buckets_of)
 
-    def take(self) -> Iterator[int]:
-        """The buckets to reduce now. One counts as reduced when the next is asked for: if that raises, it is `left`."""
-        while self._missing[self._next] == 0:
-            yield self._next
-            self._next += 1
+    def due(self) -> int | None:
+        """The bucket to reduce now; None if gradients of the next one are missing."""
+        return self._next if self._missing[self._next] == 0 else None
+
+    def launched(self) -> None:
+        """The next bucket is on its way. Until then it is due, or `left`: whatever raises, it is sent, and once."""
+        self._next += 1
 
     def left(self) -> range:
         """The buckets that were not reduced: at the end of a pass, gradients that did not come count as none."""

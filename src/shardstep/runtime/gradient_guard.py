@@ -1,12 +1,14 @@
 """What torch offers for `param.grad` does nothing on sharded gradients, silently: it is made right, or made to raise.
 
 torch's functions skip a parameter without a gradient, and offer no place to object. So three of them are wrapped, once:
-`model.zero_grad()` drops the shards too; clipping by norm and by value says what to call instead.
+`model.zero_grad()` drops the shards too; clipping by norm and by value says what to call instead. The last is missed
+where a program has imported `clip_grad_value_` by name before it called `shard`: it calls nothing that has a name.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -26,18 +28,20 @@ class Owner(Protocol):
         """Whether `param` has a gradient that torch's functions do not see."""
 
     def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
-        """Somebody has called zero_grad() of a module with these parameters."""
+        """Somebody calls zero_grad() of a module with these parameters."""
 
 
-_owners: weakref.WeakSet[Owner] = weakref.WeakSet()
+_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()  # in the order of all ranks
+_count = itertools.count()
 
 
 def guard(owner: Owner) -> None:
-    """From now on, nobody drops or clips the gradients of `owner` without effect."""
-    _owners.add(owner)
+    """From now on, torch's functions know of the gradients of `owner`."""
+    _owners[next(_count)] = owner
     _wrap_once(nn.Module, "zero_grad", _dropping)
-    _wrap_once(clip_grad, _SCALING, functools.partial(_refusing, "clip_grad_norm_"))
-    for place in (clip_grad, utils):  # one function, known by two names
+    for place, name in ((clip_grad, _SCALING), (utils, _SCALING.strip("_") + "_")):  # one function, known by two names
+        _wrap_once(place, name, functools.partial(_refusing, "clip_grad_norm_"))
+    for place in (clip_grad, utils):
         _wrap_once(place, _BY_VALUE, functools.partial(_refusing, _BY_VALUE))
 
 
@@ -51,10 +55,10 @@ def _wrap_once(place: Any, name: str, wrapped: Callable[[Callable[..., Any]], Ca
 
 def _dropping(zero_grad: Callable[..., None]) -> Callable[..., None]:
     def dropped(module: nn.Module, set_to_none: bool = True) -> None:
-        zero_grad(module, set_to_none)
         params = list(module.parameters())
-        for owner in list(_owners):
+        for owner in list(_owners.values()):
             owner.zero_gradients_of(params, set_to_none)
+        zero_grad(module, set_to_none)
 
     return dropped
 
@@ -62,7 +66,7 @@ def _dropping(zero_grad: Callable[..., None]) -> Callable[..., None]:
 def _refusing(name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
     def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(owner.holds_gradient_of(param) for owner in list(_owners) for param in given):
+        if any(owner.holds_gradient_of(param) for owner in list(_owners.values()) for param in given):
             raise RuntimeError(
                 f"these gradients are sharded over the ranks, and param.grad is None: torch.nn.utils.{name} would clip "
                 f"nothing. Call {name} of the optimizer that shardstep.shard() returned, or pass "

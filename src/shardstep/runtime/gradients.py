@@ -50,11 +50,20 @@ class ShardedGradients:
         self._hooks.remove()
 
     def make_up_for_a_pass(self) -> None:
-        """If no backward pass has reached a parameter here, it may have on other ranks, which wait for this one."""
+        """If no backward pass has reached a parameter here, it may have on other ranks, which wait for this one.
+
+        What `no_sync` has left in `param.grad` is no part of it: then it is a failed one, and stays where it is.
+        """
         self._hooks.recover()
-        if not self.reducer.passed and not self.unsent():
-            self.reducer.end()
-            self._after_pass()
+        if self.reducer.passed:
+            return
+        left = {place: self._params[place].grad for place in self.unsent()}
+        for place in left:
+            self._params[place].grad = None
+        self.reducer.end(failed=bool(left))
+        for place, gradient in left.items():
+            self._params[place].grad = gradient
+        self._after_pass()
 
     def stepped(self) -> None:
         """What comes from now on is for the next step."""
@@ -75,7 +84,7 @@ class ShardedGradients:
     def reduce_late(self, late: Sequence[int]) -> None:
         self.reducer.reduce_late()
         self._used = bytes(used or more for used, more in zip(self._used, late, strict=True))
-        self.reducer.take_over(self._used)
+        self.reducer.take_over(self._used, passed=True)
 
     def of_bucket(self, bucket: int) -> list[torch.Tensor | None]:
         """The mean gradients of this rank's pieces, flat; None where no rank has used the parameter."""
@@ -107,10 +116,10 @@ class ShardedGradients:
                 if gradient is not None:
                     yield piece, gradient
 
-    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[int]) -> None:
-        """Shards that were reduced under an earlier plan."""
+    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[int], *, passed: bool) -> None:
+        """Shards that were reduced under an earlier plan; `passed`: since the last step."""
         self._used = bytes(used).ljust(len(self._params), b"\0")
-        self.reducer.take_over(self._used)
+        self.reducer.take_over(self._used, passed=passed)
         if any(self._used):
             for bucket, (memory, pieces) in enumerate(zip(self._memory.buckets, self._own, strict=True)):
                 shard = torch.zeros_like(memory.ranges[self._channel.rank])
@@ -151,7 +160,7 @@ class ShardedGradients:
     def hides(self, param: torch.Tensor) -> bool:
         """Whether `param` has a gradient that is not in `param.grad`."""
         place = self._place.get(param)
-        return place in self._travels and param.grad is None and self.reducer.holds_anything()
+        return place in self._travels and param.grad is None and self.reducer.has_gradient_of(place)
 
 
 class KeptGradients(ShardedGradients):
@@ -230,9 +239,9 @@ class KeptGradients(ShardedGradients):
     def unsent(self) -> list[int]:
         return []
 
-    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[int]) -> None:
+    def take_over(self, gradients: dict[Piece, torch.Tensor], used: Sequence[int], *, passed: bool) -> None:
         """The gradients themselves are in `param.grad`."""
-        super().take_over({}, used)
+        super().take_over({}, used, passed=passed)
         self.reducer.drop_shards()
 
     def hides(self, param: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
+from threading import Lock
 
 import torch
 
@@ -62,8 +63,12 @@ class GradientReducer:
         self._nbytes = [sum(values.nbytes for values in bucket.ranges) for bucket in memory.buckets]
         self.order = LaunchOrder(self._members)
         self._tags = [take_tags(channel) for _ in self._members]
+        self._lock = Lock()  # autograd calls from one thread for each device
+        self._packed: dict[int, list[Parts]] = {}  # at the end of a pass: what is still to be sent
+        self._told = False  # whether the others know which gradients came here
         self._wire_dtype = None if alone else wire_dtype
         self._flying: dict[int, Reduction] = {}
+        self._lost: set[int] = set()  # buckets that arrived and could not be taken in
         self._memory = ShardMemory([bucket.ranges[channel.rank] for bucket in memory.buckets], keep=reuse_memory)
         self.shards: list[torch.Tensor | None] = [None] * len(self._members)
         self._records: Records | None = None
@@ -82,13 +87,14 @@ class GradientReducer:
 
     def ready(self, param: int) -> None:
         """Autograd has added to the gradient of `param`, and `order.note` says that there is something to do."""
-        if not self.open:
-            self._begin_pass()
-        self.order.note(param)
-        if self._tells_first and self.order.all_came():
-            return  # `end` comes next, and has something to say before it sends the last buckets
-        for bucket in self.order.take():
-            self._launch(bucket, self._packing.pack(bucket))
+        with self._lock:
+            if not self.open:
+                self._begin_pass()
+            self.order.note(param)
+            if self._tells_first and self.order.all_came():
+                return  # `end` comes next, and has something to say before it sends the last buckets
+            while (bucket := self.order.due()) is not None:
+                self._launch(bucket, self._pack(bucket))
 
     def _begin_pass(self) -> None:
         if self.passed:
@@ -99,23 +105,29 @@ class GradientReducer:
         for bucket in list(self._flying):
             self._land(bucket)  # of an earlier pass
         self.order.begin()
+        self._packed = {}
+        self._told = False
 
     def end(self, *, failed: bool = False) -> None:
         """The pass is over: reduce what is left, and tell the others what came here."""
         self._turns.raise_if_apart()
         if not self.open:
             self._begin_pass()  # nothing came here, but it did elsewhere
-        # All of them before anything is sent: if memory runs out here, the pass is still to end, as a failed one.
-        left = [(bucket, self._packing.pack(bucket)) for bucket in self.order.left()]
+        # All of them before anything is sent: if memory runs out here, the pass is still to end, as a failed one. If it
+        # runs out later, what was packed and told holds, and this is called again for the rest.
+        for bucket in self.order.left():
+            if bucket not in self._packed:
+                self._packed[bucket] = self._pack(bucket)
         self._packing.end_pass()
         self._late = bytearray(param.grad is not None and param.requires_grad for param in self._params)
         if self._tells_first:
             self._tell(failed=failed)
-        for bucket, parts in left:
-            self._launch(bucket, parts)
-        self.order.end()
+        for bucket in self.order.left():
+            self._launch(bucket, self._packed[bucket])
+            del self._packed[bucket]
         if not self._tells_first:
             self._tell(failed=failed)
+        self.order.end()
         self._unsettled = self.passed = True
 
     def _tell(self, *, failed: bool) -> None:
@@ -125,6 +137,8 @@ class GradientReducer:
         and behind megabytes of gradients on the same connections that would be when all of them have arrived. Where
         collectives are told apart by their order alone, after them, as every rank does.
         """
+        if self._told:
+            return
         if self._records is not None:
             self._records.read()  # of an earlier pass; what it says is contained in the new one
         record = bytes([failed]) + self._packing.used + self._late
@@ -132,20 +146,31 @@ class GradientReducer:
             self._records = DirectRecords(self._channel, record, self._record_tag)
         elif self._channel.world_size > 1:
             self._records = gather_records(self._channel, record)
+        self._told = True
 
-    def _launch(self, bucket: int, parts: list[Parts]) -> None:
+    def _pack(self, bucket: int) -> list[Parts]:
+        parts = self._packing.pack(bucket)
         if self._wire_dtype is not None:
             parts = [[part.to(self._wire_dtype) for part in row] for row in parts]
+        return parts
+
+    def _launch(self, bucket: int, parts: list[Parts]) -> None:
         landing = self._memory.of(bucket) if self._direct[bucket] and self.shards[bucket] is None else None
         places = self._packing.places(bucket, self._channel.rank)
         self._flying[bucket] = start_reduction(self._channel, parts, places, self._tags[bucket], landing)
+        self.order.launched()
         while len(self._flying) > 1 and sum(self._nbytes[flying] for flying in self._flying) > IN_FLIGHT_NBYTES:
             self._turns.check()
             self._land(next(iter(self._flying)))
 
-    @torch.no_grad()
     def _land(self, bucket: int) -> None:
-        arrivals = self._flying.pop(bucket).finish()
+        self._lost.add(bucket)  # if anything raises here, there is no second try
+        self._take_mean(bucket, self._flying.pop(bucket))
+        self._lost.discard(bucket)
+
+    @torch.no_grad()
+    def _take_mean(self, bucket: int, reduction: Reduction) -> None:
+        arrivals = reduction.finish()
         totals = [_mean(parts, self._channel.rank) for parts in zip(*arrivals, strict=True)]
         shard, first = self.shards[bucket], self.shards[bucket] is None
         if shard is None:
@@ -163,6 +188,8 @@ class GradientReducer:
 
     def land(self, bucket: int) -> torch.Tensor | None:
         """This rank's range of a bucket's gradient, once it is there; None if no pass was made since `drop`."""
+        if bucket in self._lost:
+            raise RuntimeError("gradients were lost when an earlier call raised: call zero_grad() on all ranks")
         if bucket in self._flying:
             for earlier in [other for other in self._flying if other <= bucket]:
                 self._land(earlier)
@@ -185,14 +212,14 @@ class GradientReducer:
         self._begin()
         self._late = bytearray(len(self._params))
         for bucket in self.order.left():
-            self._launch(bucket, self._packing.pack(bucket))
+            self._launch(bucket, self._pack(bucket))
         self.order.end()
         self._packing.end_pass()
 
-    def take_over(self, used: Sequence[int]) -> None:
+    def take_over(self, used: Sequence[int], *, passed: bool) -> None:
         """What an earlier plan's reducer knew."""
         self._packing.used = bytearray(used)
-        self.passed = True
+        self.passed = passed
 
     def unsettled(self) -> bool:
         """Whether a pass has ended since the last `settle`."""
@@ -202,8 +229,9 @@ class GradientReducer:
         """Whether some gradient was left in `param.grad`: of a parameter that was frozen when the plan was made."""
         return any(param.grad is not None and param.requires_grad for param in self._params)
 
-    def holds_anything(self) -> bool:
-        return bool(self._flying) or any(shard is not None for shard in self.shards)
+    def has_gradient_of(self, param: int) -> bool:
+        """Whether one was taken into shards; of other ranks' gradients it is known after `settle`."""
+        return bool(self._packing.used[param])
 
     def drop(self) -> None:
         """Forget all gradients."""
@@ -218,6 +246,7 @@ class GradientReducer:
         self._late = bytearray(len(self._params))
 
     def drop_shards(self) -> None:
+        self._lost.clear()
         self.shards = [None] * len(self._members)
         self._memory.let_go()
 

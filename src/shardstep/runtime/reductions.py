@@ -66,13 +66,13 @@ class DirectReduction:
         self._parts = list(parts)  # what is being sent must live
         self._arrivals = list(parts)
         self._work: list[Any] = []
-        for shift in range(1, count):
-            source, to = (own - shift) % count, (own + shift) % count
-            if places:
-                memory = landing if source == first_other(own) else None
-                self._arrivals[source] = rows = _landing(parts[own][0].dtype, places, memory)
-                for row in rows:
-                    self._work.append(dist.irecv(as_bytes(row), group=channel.group, group_src=source, tag=tag))
+        around = [((own - shift) % count, (own + shift) % count) for shift in range(1, count)]
+        for source, _ in around if places else ():  # before the first message: memory may run out
+            memory = landing if source == first_other(own) else None
+            self._arrivals[source] = _landing(parts[own][0].dtype, places, memory)
+        for source, to in around:
+            for row in self._arrivals[source] if places else ():
+                self._work.append(dist.irecv(as_bytes(row), group=channel.group, group_src=source, tag=tag))
             for part in parts[to]:
                 self._work.append(dist.isend(as_bytes(part), group=channel.group, group_dst=to, tag=tag))
         if not places:

@@ -4,7 +4,8 @@ Each of these waits for what the others send in theirs. A rank that leaves out a
 finite, or makes one backward pass more, would leave everybody waiting for ever. So each rank says what it turns to
 next, and reads what the others have said before it waits for anything that they send only if they do the same.
 
-The first backward pass after a step is not announced: there is nothing else to do.
+The first backward pass after a step is not announced: a rank that makes none, or fails in it, sends what the others
+wait for before it turns to anything else.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from shardstep.runtime.collectives import Channel, DirectRecords, Records, take_
 
 class Turn(IntEnum):
     PASS = 0
-    LOOK = 1
-    STEP = 2
+    CLIP_NORM = 1
+    CLIP_VALUE = 2
+    NORMS = 3
+    STEP = 4
 
 
 _WORDS = {
     Turn.PASS: "make another backward pass",
-    Turn.LOOK: "clip gradients or ask for their norms",
+    Turn.CLIP_NORM: "call clip_grad_norm_()",
+    Turn.CLIP_VALUE: "call clip_grad_value_()",
+    Turn.NORMS: "call grad_norms()",
     Turn.STEP: "call step()",
 }
 
