@@ -59,7 +59,8 @@ def assert_trains_like_ddp(
     group: Any = None,
     width: int = 7,
 ) -> Any:
-    """Bitwise on one and two ranks. A sum of three or more depends on its order: 1e-5 after a few steps."""
+    """Bitwise on one and two ranks. A sum of three or more depends on its order: 1e-5 after a few steps, or 1e-4 where
+    the optimizer subtracts squares that are nearly equal."""
     model = make()
     options = {"lr": 0.05, **(options or {})}
     ddp = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=find_unused, process_group=group)
@@ -80,9 +81,10 @@ def assert_trains_like_ddp(
         sharded.zero_grad()
     sharded.synchronize()
     exact = dist.get_world_size(group) <= 2
+    most = 1e-4 if options.get("centered") else 1e-5
     pairs = zip(model.named_parameters(), ddp.module.parameters(), strict=True)
     for (name, ours), theirs in pairs:
-        same = torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        same = torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, rtol=most, atol=most)
         assert same, f"{optimizer_class.__name__} {options}: {name} differs by {(ours - theirs).abs().max()}"
     if dist.get_rank(group) == 0:  # under DDP the others' follow before the next forward
         for ours, theirs in zip(model.buffers(), ddp.module.buffers(), strict=True):
