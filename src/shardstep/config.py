@@ -21,7 +21,7 @@ class ShardConfig:
 
     layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors and takes the finest that is exact.
     bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: 25, and 8
-        with Gloo between hosts, where on slow links a step is 4 % faster with 8; on one host it is 5 % slower.
+        with Gloo between hosts, where links are slow and the first bytes should go early.
     gradients: "shard" leaves each rank its part, and `param.grad` None. "keep" leaves the whole mean in `param.grad`,
         as DDP does, for programs that read it; that is half as many bytes again on the wire.
     gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward.
