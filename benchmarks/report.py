@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +106,19 @@ def environment() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": version("torch"),
-        "shardstep": version("shardstep"),
+        "shardstep": _own_version(),
         "os": f"{release}, {platform.system()} {kernel}",
         "cpu": f"{os.cpu_count()} cores, {_cpu_model()}",
         "memory": f"{memory:.0f} GiB",
     }
+
+
+def _own_version() -> str:
+    """A machine that nothing can be installed on runs the source tree, by PYTHONPATH."""
+    try:
+        return version("shardstep")
+    except PackageNotFoundError:
+        return "the source tree"
 
 
 def _cpu_model() -> str:

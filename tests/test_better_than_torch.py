@@ -121,6 +121,10 @@ def test_03_add_param_group_skips_the_checks_of_the_constructor(workers):
         assert expected in text
 
 
+# How a rank fared, and a digest of what all must share: on Gloo a message from each rank to each other, in every step.
+RECORD_NBYTES = 33
+
+
 def bytes_sent_by_step(zero: ZeroRedundancyOptimizer) -> int:
     sent = 0
     isend = dist.isend
@@ -138,16 +142,18 @@ def bytes_sent_by_step(zero: ZeroRedundancyOptimizer) -> int:
 
 
 def frozen_is_not_sent(bucket_view: bool) -> None:
+    """The bytes of all ranks together are those of the parameters that travel, and the records."""
     params = make_params(((10, 10), (20,), (30,), (40,)))
     zero = ZeroRedundancyOptimizer(params, SGD, parameters_as_bucket_view=bucket_view, lr=0.1)
     set_gradients(0, params)
     others = dist.get_world_size() - 1
-    assert bytes_sent_by_step(zero) == others * 4 * 190
+    records = dist.get_world_size() * others * RECORD_NBYTES
+    assert bytes_sent_by_step(zero) == others * 4 * 190 + records
     params[0].requires_grad_(False)
     set_gradients(1, params)
     zero.step()  # the step that notices the change still sends as before
     set_gradients(2, params)
-    assert bytes_sent_by_step(zero) == others * 4 * 90
+    assert bytes_sent_by_step(zero) == others * 4 * 90 + records
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
@@ -160,24 +166,29 @@ COLLECTIVES = ("broadcast", "all_reduce", "all_gather", "all_gather_into_tensor"
                "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier")  # fmt: skip
 
 
-def messages_of_a_step(count: int, bucket_view: bool, numel: int = 5) -> tuple[int, int]:
+def messages_of_a_step(count: int, bucket_view: bool, numel: int = 5) -> tuple[int, int, int]:
+    """This rank's collectives, records and messages of parameters."""
     params = make_params(tuple((numel + i % 7,) for i in range(count)))
     zero = ZeroRedundancyOptimizer(params, SGD, parameters_as_bucket_view=bucket_view, lr=0.1)
     set_gradients(0, params)
-    collectives, sends = [], []
+    collectives: list[int] = []
+    sends: list[int] = []
     with mock.patch.multiple(
         dist,
-        **{name: recording(name, getattr(dist, name), collectives) for name in COLLECTIVES},
-        isend=recording("isend", dist.isend, sends),
-        send=recording("send", dist.send, sends),
+        **{name: recording(getattr(dist, name), collectives) for name in COLLECTIVES},
+        isend=recording(dist.isend, sends),
+        send=recording(dist.send, sends),
     ):
         zero.step()
-    return len(collectives), len(sends)
+    records = sends.count(RECORD_NBYTES)
+    return len(collectives), records, len(sends) - records
 
 
-def recording(name: str, function: Any, calls: list[str]) -> Any:
+def recording(function: Any, calls: list[int]) -> Any:
+    """`function`, which notes in `calls` the bytes of every message."""
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
+        calls.append(args[0].nbytes if args and isinstance(args[0], torch.Tensor) else 0)
         return function(*args, **kwargs)
 
     return call
@@ -187,16 +198,18 @@ def recording(name: str, function: Any, calls: list[str]) -> Any:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_05_one_message_per_parameter(workers, world_size, bucket_view):
     for count in (3, 300):
-        for collectives, sends in workers(world_size).run(messages_of_a_step, count, bucket_view):
-            assert collectives == 1, "the agreement of 48 bytes"
+        for collectives, records, sends in workers(world_size).run(messages_of_a_step, count, bucket_view):
+            assert collectives == 0, "the agreement goes by messages too"
+            assert records == world_size - 1, "the agreement of 33 bytes, once to every other rank"
             assert sends <= world_size - 1, "this rank's share, once to every other rank"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_05_large_parameters_are_sent_from_their_own_memory(workers, world_size):
     # Copying four megabytes through fresh memory takes longer than a message of its own.
-    for collectives, sends in workers(world_size).run(messages_of_a_step, 2 * world_size, False, 2**20):
-        assert collectives == 1
+    for collectives, records, sends in workers(world_size).run(messages_of_a_step, 2 * world_size, False, 2**20):
+        assert collectives == 0
+        assert records == world_size - 1
         assert sends == 2 * (world_size - 1)
 
 
@@ -241,7 +254,8 @@ def nothing_is_copied_that_lies_together() -> None:
     isend = dist.isend
 
     def watching(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        pointers.append(tensor.data_ptr())
+        if tensor.nbytes != RECORD_NBYTES:
+            pointers.append(tensor.data_ptr())
         return isend(tensor, *args, **kwargs)
 
     with mock.patch.object(dist, "isend", watching):

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import optim
 from torch.optim import SGD, AdamW
 
-import shardstep.runtime.collectives as collectives
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.wire import tensors
 from shardstep.zero_redundancy_optimizer import _broadcast_object, _recursive_copy_to_device
 from training import (
     SHAPES,
@@ -322,4 +322,4 @@ def test_an_object_that_brings_code_along_is_not_unpickled(workers):
 
 
 def test_the_chunk_is_at_most_64_mb():
-    assert collectives.CHUNK_NBYTES <= 64 * 2**20
+    assert tensors.CHUNK_NBYTES <= 64 * 2**20

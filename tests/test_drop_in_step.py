@@ -177,6 +177,27 @@ def test_the_local_optimizer_holds_the_callers_parameters(workers):
         workers(world_size).run(the_local_optimizer)
 
 
+def stepped_and_sent_by_hand(bucket_view: bool) -> None:
+    ours = make_params()
+    theirs = twins(ours)
+    zero = ZeroRedundancyOptimizer(ours, AdamW, parameters_as_bucket_view=bucket_view, lr=0.1)
+    plain = AdamW(theirs, lr=0.1)
+    for step in range(3):
+        set_gradients(step, ours, theirs)
+        zero._local_step()
+        plain.step()
+        held = {param for group in zero.optim.param_groups for param in group["params"]}
+        assert_same([p for p in ours if p in held], [q for p, q in zip(ours, theirs, strict=True) if p in held])
+        zero._sync_params()
+        assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_step_of_the_local_optimizer_is_sent_when_the_program_says_so(workers, world_size, bucket_view):
+    workers(world_size).run(stepped_and_sent_by_hand, bucket_view)
+
+
 def partition_of_the_contract(world_size: int) -> None:
     sizes = [9, 7, 5, 3] * world_size
     params = [torch.rand(size, 1) for size in sizes]

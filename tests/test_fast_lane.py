@@ -91,7 +91,7 @@ def test_the_layout_is_the_finest_that_the_optimizer_tolerates(workers):
 
 
 def probes_without_a_trace() -> None:
-    from shardstep.runtime.probe import finest_layout
+    from shardstep.stepping.probe import finest_layout
 
     before = torch.get_rng_state()
     learning_rate = torch.tensor(0.1)
@@ -427,7 +427,8 @@ def refuses_to_clip_nothing() -> None:
         assert f"torch.nn.utils.{clip.__name__} would clip nothing. Call {clip.__name__} of the optimizer" in text
         clip(other.parameters(), 1.0)  # nobody else is disturbed
     opt.grad_norms()
-    opt._gradients.scale(float("nan"))
+    for shard in opt._engine.gradients.shards():
+        shard.mul_(float("nan"))
     assert raised(lambda: opt.clip_grad_norm_(1.0, error_if_nonfinite=True))[0] == "RuntimeError"
 
 

@@ -1,4 +1,6 @@
-"""Imports point down: planning < runtime < state < drop-in < hooks, cli. Read from the source; nothing is imported."""
+"""Imports point down: planning < wire < memory < gradients, stepping < state < engine < surfaces, cli.
+
+Read from the source; nothing is imported."""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
-ORDER = ["planning", "runtime", "state", "arguments", "config", "local_share", "optimizer", "overlap",
-         "zero_redundancy_optimizer", "holder_reduction", "overlapped_backward", "ddp_zero_hook", "cli"]  # fmt: skip
+ORDER = ["planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "engine",
+         "sharded_optimizer", "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook", "cli"]  # fmt: skip
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 
@@ -55,15 +57,29 @@ def test_planning_knows_neither_torch_nor_processes():
         assert not {module for module in imports_of(path) if module.split(".")[0] == "torch"}, path
 
 
-MESSAGES = {"broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "gather",
-            "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "scatter", "send", "recv", "isend", "irecv",
-            "barrier", "batch_isend_irecv", "broadcast_object_list", "all_gather_object", "gather_object"}  # fmt: skip
+MESSAGES = {"broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce", "gather",
+            "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all", "all_to_all_single",
+            "scatter", "send", "recv", "isend", "irecv", "barrier", "batch_isend_irecv", "broadcast_object_list",
+            "all_gather_object", "gather_object"}  # fmt: skip
 
 
-def test_only_collectives_sends_messages():
+def test_only_the_wire_sends_messages():
     library = [path for path in FILES if path.relative_to(SOURCE).parts[0] != "cli"]
-    senders = {path.relative_to(SOURCE).as_posix() for path in library if names_called(path) & MESSAGES}
-    assert senders == {"runtime/collectives.py", "runtime/gathers.py", "runtime/reductions.py"}
+    senders = {path.relative_to(SOURCE).parts[0] for path in library if names_called(path) & MESSAGES}
+    assert senders == {"wire"}
+
+
+def test_nothing_above_the_wire_asks_which_backend_it_has():
+    for path in FILES:
+        if path.relative_to(SOURCE).parts[0] not in ("wire", "cli"):
+            text = path.read_text()
+            assert not any(word in text for word in ("backends", '"gloo"', '"nccl"', "takes_many_messages")), path
+
+
+def test_gradients_and_stepping_do_not_know_each_other():
+    for one, other in (("gradients", "stepping"), ("stepping", "gradients")):
+        for path in (SOURCE / one).glob("*.py"):
+            assert not any(layer_of(module) == other for module in imports_of(path) if "shardstep." in module), path
 
 
 def test_nothing_is_pickled_or_unpickled_without_weights_only():

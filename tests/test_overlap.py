@@ -201,6 +201,29 @@ def test_torchs_own_hook_drives_our_class(workers, shard_buckets, static_graph):
         workers(world_size).run(with_torchs_hook, shard_buckets, static_graph)
 
 
+def stale_after_torchs_hook() -> list[str]:
+    ddp = wrapped(model_for(SGD))
+    zero = ZeroRedundancyOptimizer(ddp.parameters(), SGD, overlap_with_ddp=True, lr=0.1)
+    with mock.patch.object(dist, "get_backend", return_value="nccl"):
+        ddp.register_comm_hook(None, torch_hooks.hook_with_zero_step(allreduce_hook, ddp, zero))
+    inputs = list(batches(4, rank=0))
+    for batch in inputs[:3]:
+        ddp(batch).sum().backward()
+    zero.consolidate_state_dict(to=0)
+    if zero.rank == 0:
+        zero.state_dict()
+    ddp(inputs[3]).sum().backward()
+    zero._sync_params()  # once more; they are all the same already
+    assert_ranks_equal(list(ddp.parameters()))
+    return list(raised(zero.state_dict))
+
+
+def test_after_torchs_own_hook_state_dict_returned_old_values(workers):
+    kind, text = workers(2).run(stale_after_torchs_hook)[0]
+    assert kind == "RuntimeError"
+    assert "was consolidated before the last backward pass" in text
+
+
 def several_groups(make_hook: Callable[..., Any]) -> None:
     ours, theirs = copies(model_for(AdamW), 2)
     ddp_ours, ddp_theirs = wrapped(ours), wrapped(theirs)
@@ -333,7 +356,7 @@ def state_before_the_buckets_are_known() -> bool:
     first = weakref.ref(zero.optim)
     for batch in batches(4, rank=dist.get_rank()):
         ddp(batch).sum().backward()
-    assert zero._overlapped is not None
+    assert zero.inside_backward().overlapped is not None
     gc.collect()
     return first() is None
 
@@ -480,10 +503,11 @@ def issued(make_hook: Callable[..., Any]) -> list[str]:
     inputs = list(batches(4, rank=0))
     for batch in inputs[:3]:
         ddp(batch).sum().backward()
-    assert zero._overlapped is not None
-    send = zero._overlapped.send
+    overlapped = zero.inside_backward().overlapped
+    assert overlapped is not None
+    send = overlapped.send
     log.clear()
-    with mock.patch.object(zero._overlapped, "send", lambda bucket: (log.append(f"send {bucket}"), send(bucket))):
+    with mock.patch.object(overlapped, "send", lambda bucket: (log.append(f"send {bucket}"), send(bucket))):
         ddp(inputs[3]).sum().backward()
     return log
 

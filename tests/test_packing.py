@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -16,10 +17,10 @@ from torch import nn, optim
 import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp, batch, loss_of
 from shardstep import Layout, ShardConfig
+from shardstep.gradients.packing import GradientPacking
+from shardstep.memory.flat import FlatMemory
 from shardstep.planning import make_plan, read_specs
-from shardstep.runtime import reducer, reductions
-from shardstep.runtime.flat_memory import FlatMemory
-from shardstep.runtime.packing import GradientPacking
+from shardstep.wire import messages
 
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=4).map(tuple), min_size=1, max_size=8)
 
@@ -29,38 +30,71 @@ def lying(values: torch.Tensor, otherwise: bool) -> torch.Tensor:
     return values.transpose(0, -1).contiguous().transpose(0, -1) if otherwise and values.dim() > 1 else values
 
 
+@dataclass
+class Packs:
+    """What packing asks of a transport."""
+
+    by_rank: bool
+    part_nbytes: float
+
+    def packs_by_rank(self, bucket: Any) -> bool:
+        del bucket
+        return self.by_rank
+
+
 @given(shapes, st.integers(1, 4), st.integers(5, 80), st.sampled_from([1, 16, 100, float("inf")]), st.data())
-def test_every_gradient_comes_where_its_parameter_lies(shapes, ranks, bucket_numel, in_place, data):
+def test_every_gradient_comes_where_its_parameter_lies(shapes, ranks, bucket_numel, part_nbytes, data):
     draw = data.draw
     params = [nn.Parameter(lying(torch.randn(shape), draw(st.booleans()))) for shape in shapes]
     specs = read_specs([{"params": params}])
-    plan = make_plan(specs, Layout.FLAT, world_size=ranks, bucket_numel=bucket_numel, alignment=4)
-    memory = FlatMemory(plan, params)
-    packing = GradientPacking(memory, params, [in_place] * len(memory.buckets))
+    layout = draw(st.sampled_from([Layout.FLAT, Layout.WHOLE]))
+    plan = make_plan(specs, layout, world_size=ranks, bucket_numel=bucket_numel, alignment=4)
+    own, by_rank = draw(st.integers(0, ranks - 1)), draw(st.booleans())
+    memory = FlatMemory(plan, params, own)
+    packing = GradientPacking(memory, params, Packs(by_rank, part_nbytes))
     came = [draw(st.booleans()) for _ in params]
     for param, flag in zip(params, came, strict=True):
         param.grad = lying(torch.randn(param.shape), draw(st.booleans())) if flag else None
-    # The parameters are views of the ranges: written to them, gradients lie where they belong.
+    # The parameters are views of the buckets: written to them, gradients lie where they belong.
     with torch.no_grad():
         for param in params:
             param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
 
     for number, bucket in enumerate(memory.buckets):
-        for rank, parts in enumerate(packing.pack(number)):
-            packed = torch.zeros_like(bucket.ranges[rank])
-            for place, part in zip(packing.places(number, rank), parts, strict=True):
-                packed[place] = part
-            assert torch.equal(packed, bucket.ranges[rank])
+        packed = packing.pack(number)
+        if by_rank:
+            assert len(packed) == ranks
+            whole = torch.zeros_like(bucket.own)
+            for place, part in zip(packing.places(number), packed[own], strict=True):
+                whole[place] = part
+            assert torch.equal(whole, bucket.own)
+            sizes = [sum(map(len, parts)) for parts in packed]
+            assert sizes == [covered(bucket.bucket.placed(rank), part_nbytes) for rank in range(ranks)]
+        else:
+            (parts,) = packed
+            assert torch.equal(torch.cat(parts) if parts else bucket.values, bucket.values)
 
     travels = [index in memory.homes for index in range(len(params))]
     assert all(param.grad is None for param, moves in zip(params, travels, strict=True) if moves)
     assert list(packing.used) == [flag and moves for flag, moves in zip(came, travels, strict=True)]
 
 
+def covered(placed: list[Any], part_nbytes: float) -> int:
+    """Elements that are sent of one rank's pieces: with what lies between neighbours that travel together."""
+    total, end, before_alone = 0, None, False
+    for piece, offset in placed:
+        alone = 4 * piece.numel >= part_nbytes
+        if end is not None and not alone and not before_alone:
+            total += offset - end  # a gap, sent with its neighbours
+        total += piece.numel
+        end, before_alone = offset + piece.numel, alone
+    return total
+
+
 def test_a_large_gradient_is_not_copied():
     params = [nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(5))]
-    plan = make_plan(read_specs([{"params": params}]), Layout.FLAT, world_size=1, bucket_numel=1000, alignment=4)
-    packing = GradientPacking(FlatMemory(plan, params), params, [64 * 4])
+    plan = make_plan(read_specs([{"params": params}]), Layout.FLAT, world_size=1, bucket_numel=1000, alignment=16)
+    packing = GradientPacking(FlatMemory(plan, params, 0), params, Packs(True, 64 * 4))
     for param in params:
         param.grad = torch.ones_like(param)
     large = params[0].grad
@@ -69,14 +103,14 @@ def test_a_large_gradient_is_not_copied():
 
     assert large is not None
     assert first.data_ptr() == large.data_ptr()
-    assert packing.places(0, 0) == [slice(0, 64), slice(64, 64 + 16 + 5)]  # the third begins at a multiple of 64 bytes
+    assert packing.places(0) == [slice(0, 64), slice(64, 64 + 16 + 5)]  # the third begins at a multiple of 64 bytes
     assert rest.tolist() == [1.0] * 3 + [0.0] * 13 + [1.0] * 5
 
 
 def count_sends(in_place: float, **options: Any) -> int:
     with (
-        mock.patch.object(reducer, "IN_PLACE_NBYTES", in_place),
-        mock.patch.object(reductions.dist, "isend", side_effect=dist.isend) as isend,
+        mock.patch.object(messages, "PART_NBYTES", in_place),
+        mock.patch.object(messages.dist, "isend", side_effect=dist.isend) as isend,
     ):
         assert_trains_like_ddp(Net, **options)
     return isend.call_count
@@ -125,7 +159,7 @@ def reduces_in_half() -> list[list[float]]:
     """The mean in bfloat16 on the wire, with messages for every piece and without."""
     results = []
     for in_place in (1, float("inf")):
-        with mock.patch.object(reducer, "IN_PLACE_NBYTES", in_place):
+        with mock.patch.object(messages, "PART_NBYTES", in_place):
             model = Net()
             config = ShardConfig(bucket_mb=SMALL_BUCKETS, reduce_dtype=torch.bfloat16)
             opt = shardstep.shard(model, optim.AdamW, config=config, lr=0.05)
@@ -150,13 +184,13 @@ def trains_in_the_same_memory() -> None:
     for step in range(3):
         loss_of(model, batch(step)).backward()
         opt.grad_norms()
-        shards = opt._gradients.reducer.shards
+        shards = opt._engine.gradients.current.shards
         places.append([shard.data_ptr() for shard in shards])
         storages = {shard.untyped_storage().data_ptr() for shard in shards}
         assert len(storages) == 1, "one block"
         opt.step()
         opt.zero_grad()
-        assert opt._gradients.reducer.shards == [None] * len(shards)
+        assert opt._engine.gradients.current.shards == [None] * len(shards)
         others.append(torch.empty(sum(len(shard) for shard in shards)))  # would get memory that was let go
     assert places[0] == places[1] == places[2]
 
@@ -216,7 +250,7 @@ def trains_on_gradients_with_a_graph() -> None:
             penalized(model, batch(2 * step)).backward(create_graph=True)
             penalized(model, batch(2 * step + 1)).backward(create_graph=True)
         opt.clip_grad_norm_(1.0)
-        assert not any(shard.requires_grad for shard in opt._gradients.reducer.shards)
+        assert not any(shard.requires_grad for shard in opt._engine.gradients.current.shards)
         opt.step()
         opt.zero_grad(set_to_none=step % 2 == 0)
 
@@ -232,7 +266,7 @@ def fails_to_pack_once() -> None:
     model = nn.Linear(40, 30)
     opt = shardstep.shard(model, optim.SGD, config=ShardConfig(bucket_mb=0.002), lr=1.0)
     before = model.weight.detach().clone()
-    pack, calls = opt._gradients.reducer._packing.pack, []
+    pack, calls = opt._engine.gradients.current._packing.pack, []
 
     def fails(bucket: int) -> Any:
         calls.append(bucket)
@@ -240,7 +274,7 @@ def fails_to_pack_once() -> None:
             raise MemoryError
         return pack(bucket)
 
-    opt._gradients.reducer._packing.pack = fails
+    opt._engine.gradients.current._packing.pack = fails
     with pytest.raises(MemoryError):
         (100 * model(torch.ones(1, 40)).sum()).backward()
     opt.zero_grad()
@@ -259,23 +293,23 @@ def two_alike() -> tuple[nn.Module, nn.Module, Any, Any]:
     nets[1].load_state_dict(nets[0].state_dict())
     config = ShardConfig(bucket_mb=0.002)
     opts = [shardstep.shard(net, optim.SGD, config=config, lr=0.1) for net in nets]
-    assert len(opts[0]._gathers) == 3
+    assert len(opts[0].bucket_nbytes()) == 4
     return *nets, *opts
 
 
 def fails_to_pack_on_one_rank(bucket: int) -> None:
     """Memory runs out on rank 1; the others wait for what it would have sent."""
     model, twin, opt, other = two_alike()
-    pack = opt._gradients.reducer._packing.pack
+    pack = opt._engine.gradients.current._packing.pack
 
     def fails(number: int) -> Any:
         if number == bucket:
-            opt._gradients.reducer._packing.pack = pack
+            opt._engine.gradients.current._packing.pack = pack
             raise MemoryError
         return pack(number)
 
     if dist.get_rank() == 1:
-        opt._gradients.reducer._packing.pack = fails
+        opt._engine.gradients.current._packing.pack = fails
         with pytest.raises(MemoryError):
             model(torch.ones(1, 40)).sum().backward()
     else:
@@ -298,21 +332,21 @@ def test_memory_that_runs_out_on_one_rank_hangs_nobody(workers, bucket):
 def loses_what_arrived(bucket: int) -> None:
     """Memory runs out on rank 1 when a bucket that has arrived is summed: it was sent, and is not sent again."""
     model, twin, opt, other = two_alike()
-    take_mean = opt._gradients.reducer._take_mean
+    reduction = opt._engine.gradients.current._reductions[bucket]
+    land = reduction.land
 
-    def fails(number: int, reduction: Any) -> None:
-        take_mean(number, reduction)
-        if number == bucket:
-            raise MemoryError
+    def fails() -> None:
+        land()
+        raise MemoryError
 
-    with mock.patch.object(reducer, "IN_FLIGHT_NBYTES", 100):
+    with mock.patch.object(messages, "IN_FLIGHT_NBYTES", 100):
         if dist.get_rank() == 1:
-            opt._gradients.reducer._take_mean = fails
+            reduction.land = fails
             with pytest.raises(MemoryError):
                 model(torch.ones(1, 40)).sum().backward()
         else:
             model(torch.ones(1, 40)).sum().backward()
-        opt._gradients.reducer._take_mean = take_mean
+        reduction.land = land
         with pytest.raises(RuntimeError, match=r"failed on ranks? \[?1\]?"):
             opt.step()
         opt.zero_grad()
@@ -395,9 +429,9 @@ def sends_in_order(unused: bool) -> list[str]:
     """What this rank sends in a pass: the part of a bucket, or which gradients came."""
     model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 7))
     opt = shardstep.shard(model, optim.SGD, config=ShardConfig(bucket_mb=0.0002), lr=0.1)
-    reducer_of = opt._gradients.reducer
-    names = {tag: f"bucket {number}" for number, tag in enumerate(reducer_of._tags)}
-    names[reducer_of._record_tag] = "record"
+    current = opt._engine.gradients.current
+    names = {reduction.tag: f"bucket {number}" for number, reduction in enumerate(current._reductions)}
+    names[current._poll.tag] = "record"
     sent = []
 
     def watched(values: torch.Tensor, **options: Any) -> Any:

@@ -12,9 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstep.planning import Bucket, Layout, ParamSpec, Piece, Plan, find_problems, make_plan
+from shardstep.gradients.passes import LaunchOrder
+from shardstep.planning import (
+    Bucket,
+    EqualRanges,
+    Layout,
+    ParamSpec,
+    Piece,
+    Plan,
+    Segment,
+    WholeRanges,
+    find_problems,
+    make_plan,
+    plan_from_json,
+)
 from shardstep.planning.chunks import plan_chunks
-from shardstep.planning.schedule import LaunchOrder
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=12)
 groups = st.integers(0, 3)
@@ -63,7 +75,7 @@ def test_plans_are_equal_on_every_rank_and_survive_json(specs, layout, world_siz
     assert plans[0] == plans[1]
     assert hash(plans[0]) == hash(plans[1])
     assert plans[0].digest() == plans[1].digest()
-    assert Plan.from_json(plans[0].to_json()) == plans[0]
+    assert plan_from_json(plans[0].to_json()) == plans[0]
 
 
 @given(spec_lists(), st.integers(1, 9))
@@ -90,18 +102,48 @@ def test_a_group_added_later_moves_nothing(earlier, later, world_size):
 
 
 @given(spec_lists(one_class=True), st.integers(1, 9), st.none() | st.integers(1, 400), st.integers(1, 16))
-def test_flat_gives_every_rank_within_one_alignment_unit_of_its_share(specs, world_size, bucket_numel, alignment):
+def test_flat_ranges_are_equal_and_padded_by_less_than_a_unit_for_each_rank(specs, world_size, bucket_numel, alignment):
     plan = make_plan(specs, Layout.FLAT, world_size=world_size, bucket_numel=bucket_numel, alignment=alignment)
-    share = sum(spec.numel for spec in specs) / world_size
-    assert all(abs(held - share) <= alignment for held in plan.held())
+    granule = world_size * alignment
+    for bucket in plan.buckets:
+        assert isinstance(bucket.ranges, EqualRanges)
+        assert bucket.ranges.width % alignment == 0
+        ends = [-(-segment.end // alignment) * alignment for segment in bucket.segments]
+        assert bucket.numel - max(ends) < granule, "padded to equal ranges, and no further"
+        assert bucket.numel <= -(-(bucket_numel or bucket.numel) // granule) * granule
+        for segment in bucket.segments:
+            assert segment.offset % alignment == 0, "parameters begin where a tensor of their own might"
     for piece in plan.pieces:
         assert piece.start % alignment == 0, "a piece begins where a kernel begins a vector of the whole parameter"
+
+
+@given(spec_lists(one_class=True), st.integers(1, 9), st.integers(1, 60), st.integers(1, 16))
+def test_a_bucket_follows_another_only_where_a_parameter_goes_through_both(specs, world_size, bucket_numel, alignment):
+    """Then the parameter lies in one run: the bucket before is full to its end."""
+    plan = make_plan(specs, Layout.FLAT, world_size=world_size, bucket_numel=bucket_numel, alignment=alignment)
+    for before, bucket in itertools.pairwise(plan.buckets):
+        last, first = before.segments[-1], bucket.segments[0]
+        if bucket.follows:
+            assert (last.param, last.stop, last.end) == (first.param, first.start, before.numel)
+            assert first.offset == 0
+        assert all(segment.start == 0 for segment in bucket.segments[1:])
+
+
+@given(spec_lists(), layouts, st.integers(1, 9), st.integers(1, 60))
+def test_the_pieces_of_each_rank_are_the_pieces_of_all(specs, layout, world_size, bucket_numel):
+    plan = make_plan(specs, layout, world_size=world_size, bucket_numel=bucket_numel)
+    assert sorted(map(str, plan.pieces)) == sorted(str(p) for rank in range(world_size) for p in plan.pieces_of(rank))
     for bucket in plan.buckets:
-        assert bucket.numel <= max((bucket_numel or bucket.numel) + alignment, 2 * alignment)
+        for rank in range(world_size):
+            low, high = bucket.ranges.bounds(rank)
+            for piece, offset in bucket.placed(rank):
+                assert piece.rank == rank
+                assert 0 <= offset <= offset + piece.numel <= high - low
+                assert piece in bucket.over(piece.param, piece.start, piece.stop)
 
 
 def test_ten_elements_over_four_ranks():
-    assert make_plan(simple((10,)), Layout.FLAT, world_size=4).buckets[0].splits == (2, 3, 3, 2)
+    assert make_plan(simple((10,)), Layout.FLAT, world_size=4).buckets[0].splits == (3, 3, 3, 1)
     assert make_plan(simple((10,)), Layout.WHOLE, world_size=4).buckets[0].splits == (10, 0, 0, 0)
 
 
@@ -115,7 +157,8 @@ def test_whole_parameters_by_hand():
 def test_a_large_parameter_is_cut_by_flat_and_travels_alone_under_whole():
     specs = simple((4,), (100,), (4,))
     flat = make_plan(specs, Layout.FLAT, world_size=2, bucket_numel=20)
-    assert [bucket.numel for bucket in flat.buckets] == [20, 20, 20, 20, 20, 8]
+    assert [bucket.numel for bucket in flat.buckets] == [4, 20, 20, 20, 20, 20, 4]
+    assert [bucket.follows for bucket in flat.buckets] == [False, False, True, True, True, True, False]
     whole = make_plan(specs, Layout.WHOLE, world_size=2, bucket_numel=20)
     assert [[piece.param for piece in bucket.pieces] for bucket in whole.buckets] == [[0], [1], [2]]
 
@@ -123,7 +166,7 @@ def test_a_large_parameter_is_cut_by_flat_and_travels_alone_under_whole():
 def test_frozen_parameters_have_a_holder_and_do_not_travel():
     specs = [dataclasses.replace(spec, trainable=i != 1) for i, spec in enumerate(simple((4,), (6,), (2,)))]
     plan = make_plan(specs, Layout.WHOLE, world_size=2)
-    assert plan.parked == (Piece(1, 0, 6, 0),)
+    assert [piece for bucket in plan.parked for piece in bucket.pieces] == [Piece(1, 0, 6, 0)]
     assert plan.buckets[0].numel == 6
 
 
@@ -139,18 +182,26 @@ def damaged(plan: Plan, **changes: object) -> Plan:
     return dataclasses.replace(plan, **changes)
 
 
+def parked(segment: Segment, holder: int = 1) -> tuple[Bucket, ...]:
+    """One whole parameter that does not travel; the ranges are as they should be."""
+    ends = (0, segment.stop) if holder else (segment.stop, segment.stop)
+    return (Bucket((segment,), WholeRanges(ends, (holder,)), "float32", "cpu:0"),)
+
+
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
         (lambda p: damaged(p, buckets=()), "no rank holds it"),
-        (lambda p: damaged(p, parked=(Piece(0, 0, 2, 1),)), "held twice"),
-        (lambda p: damaged(p, parked=(Piece(0, 0, 2, 1),)), "trainable, but does not travel"),
-        (lambda p: damaged(p, parked=(Piece(9, 0, 2, 1),)), "does not exist"),
-        (lambda p: damaged(p, parked=(Piece(0, 0, 2, 9),)), "does not exist"),
-        (lambda p: rebucket(p, pieces=p.buckets[0].pieces[1:]), "no rank holds elements 0 to"),
-        (lambda p: rebucket(p, pieces=p.buckets[0].pieces[:-1]), "the parameter at 10"),
-        (lambda p: rebucket(p, pieces=p.buckets[0].pieces[::-1]), "not in rank order"),
-        (lambda p: rebucket(p, splits=(10, 0)), "are not the sizes of its pieces"),
+        (lambda p: damaged(p, parked=parked(Segment(0, 0, 2, 0))), "held twice"),
+        (lambda p: damaged(p, parked=parked(Segment(0, 0, 2, 0))), "trainable, but does not travel"),
+        (lambda p: damaged(p, parked=parked(Segment(9, 0, 2, 0))), "does not exist"),
+        (lambda p: damaged(p, parked=parked(Segment(0, 0, 2, 0), 9)), "held by rank 9, which does not exist"),
+        (lambda p: rebucket(p, segments=(Segment(0, 2, 10, 2),)), "no rank holds elements 0 to"),
+        (lambda p: rebucket(p, segments=(Segment(0, 0, 8, 0),)), "the parameter at 10"),
+        (lambda p: rebucket(p, segments=(Segment(0, 0, 6, 0), Segment(0, 6, 10, 5))), "lie over each other"),
+        (lambda p: rebucket(p, segments=(Segment(0, 0, 10, 5),)), "outside the bucket's 10 elements"),
+        (lambda p: rebucket(p, ranges=EqualRanges(3, 4)), "3 ranges for 2 ranks"),
+        (lambda p: rebucket(p, ranges=WholeRanges((4, 10), (0,))), "lies outside the range of rank 0"),
         (lambda p: rebucket(p, dtype="float64"), "cannot travel in bucket 0"),
         (lambda p: damaged(p, params=(dataclasses.replace(p.params[0], trainable=False),)), "frozen, but travels"),
     ],
@@ -159,7 +210,7 @@ def test_find_problems_names_what_is_wrong(damage, complaint):
     plan = damage(make_plan(simple((10,)), Layout.FLAT, world_size=2))
     assert any(complaint in problem for problem in find_problems(plan)), find_problems(plan)
     with pytest.raises(ValueError, match=complaint):
-        Plan.from_json(plan.to_json())
+        plan_from_json(plan.to_json())
 
 
 def rebucket(plan: Plan, **changes: object) -> Plan:
@@ -169,7 +220,7 @@ def rebucket(plan: Plan, **changes: object) -> Plan:
 
 def test_a_text_that_is_no_plan_is_refused():
     with pytest.raises(ValueError, match="not a plan written by"):
-        Plan.from_json('{"world_size": 2}')
+        plan_from_json('{"world_size": 2}')
 
 
 @pytest.mark.parametrize(
@@ -215,6 +266,13 @@ def seconds_to_plan(params: int, world_size: int, layout: Layout) -> float:
 @pytest.mark.parametrize("layout", [Layout.WHOLE, Layout.FLAT])
 def test_ten_thousand_parameters_over_1024_ranks_take_less_than_a_second(layout):
     assert seconds_to_plan(10_000, 1024, layout) < 1.0
+
+
+def test_a_plan_of_many_buckets_does_not_grow_with_the_ranks():
+    specs = simple(*[(1600, 1600)] * 250)
+    few, many = (make_plan(specs, Layout.FLAT, world_size=n, bucket_numel=2_560_000, alignment=16) for n in (8, 16_384))
+    assert len(few.buckets) == len(many.buckets) == 250
+    assert len(many.to_json()) < 1.1 * len(few.to_json())
 
 
 def test_cost_does_not_grow_with_the_number_of_ranks():

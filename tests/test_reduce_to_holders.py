@@ -14,8 +14,8 @@ from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_to_holders
-from shardstep.runtime import collectives
-from shardstep.runtime.reductions import ChainedReduction
+from shardstep.wire import message_gathers
+from shardstep.wire.message_gathers import ChainedReduction
 from test_overlap import batches, delays, model_for, parity, unused_parameters, wrapped
 
 HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]
@@ -24,7 +24,7 @@ HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]
 def trains(make_hook: Callable[..., Any]) -> list[str]:
     """In pieces of 16 bytes, so that even these parameters take several."""
     failures = []
-    with mock.patch.object(collectives, "RING_PIECE_NBYTES", 16):
+    with mock.patch.object(message_gathers, "RING_PIECE_NBYTES", 16):
         for shard, static, view, first in itertools.product([False, True], repeat=4):
             options = {
                 "shard_buckets": shard,

@@ -15,9 +15,10 @@ import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
 from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
-from shardstep.runtime import collectives, gathers
-from shardstep.runtime.collectives import open_channel
-from shardstep.runtime.gathers import DirectGather
+from shardstep.wire import message_gathers, messages
+from shardstep.wire.channel import open_channel
+from shardstep.wire.message_gathers import DirectGather
+from shardstep.wire.messages import Messages
 from test_conformance import twenty_steps
 from test_overlap import delays, parity
 from training import assert_ranks_equal, assert_same, make_params, set_gradients, twins
@@ -34,9 +35,9 @@ def on_hosts(body: Callable[..., None], *arguments: Any, **options: Any) -> int:
         original(self, distance)
 
     with (
-        mock.patch.object(collectives, "this_host", return_value=bytes([dist.get_rank()]) * 16),
-        mock.patch.object(gathers, "RING_NBYTES", 8),
-        mock.patch.object(collectives, "RING_PIECE_NBYTES", 16),
+        mock.patch.object(messages, "this_host", return_value=bytes([dist.get_rank()]) * 16),
+        mock.patch.object(message_gathers, "RING_NBYTES", 8),
+        mock.patch.object(message_gathers, "RING_PIECE_NBYTES", 16),
         mock.patch.object(DirectGather, "pass_on", counted),
     ):
         body(*arguments, **options)
@@ -110,7 +111,7 @@ def overloaded_on_one_host() -> tuple[bool, int]:
     plain.step()
     assert_same(ours, theirs)
     assert_ranks_equal(ours)
-    return zero._channel.one_host, sent
+    return Messages(zero._channel)._one_host, sent
 
 
 def test_nobody_sends_more_than_all_parameters_once(workers):
@@ -120,9 +121,9 @@ def test_nobody_sends_more_than_all_parameters_once(workers):
 
 
 def hosts_seen() -> tuple[bool, bool]:
-    same = open_channel(None, None).one_host
-    with mock.patch.object(collectives, "this_host", return_value=bytes([dist.get_rank() // 2]) * 16):
-        return same, open_channel(None, None).one_host
+    same = Messages(open_channel(None, None))._one_host
+    with mock.patch.object(messages, "this_host", return_value=bytes([dist.get_rank() // 2]) * 16):
+        return same, Messages(open_channel(None, None))._one_host
 
 
 def test_ranks_know_whether_they_share_a_host(workers):
@@ -132,9 +133,9 @@ def test_ranks_know_whether_they_share_a_host(workers):
 def bucket_counts() -> tuple[int, int]:
     """Of 20 MB, on one host and on several."""
     together = shardstep.shard(nn.Linear(2000, 2500, bias=False), optim.SGD, lr=0.1)
-    with mock.patch.object(collectives, "this_host", return_value=bytes([dist.get_rank()]) * 16):
+    with mock.patch.object(messages, "this_host", return_value=bytes([dist.get_rank()]) * 16):
         apart = shardstep.shard(nn.Linear(2000, 2500, bias=False), optim.SGD, lr=0.1)
-    return len(together._plan.buckets), len(apart._plan.buckets)
+    return len(together._engine.plan.buckets), len(apart._engine.plan.buckets)
 
 
 def test_buckets_are_smaller_between_hosts(workers):

@@ -11,8 +11,8 @@ from torch import optim
 
 from fast_lane_training import assert_trains_like_ddp
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
-from shardstep.runtime import sliced_step
-from shardstep.runtime.sliced_step import ElementwiseGroups, SlicedStep
+from shardstep.stepping import slices
+from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
 from test_conformance import ROWS
 from training import assert_same, assert_states_equal, make_params, set_gradients, twins
 
@@ -27,22 +27,22 @@ AS_THEY_ARE = [row for row in ROWS if row not in IN_SLICES]
 @pytest.fixture(autouse=True)
 def tiny_slices(monkeypatch):
     """Slices of 64 elements of float32, two to a block: a few rows of the matrices below."""
-    monkeypatch.setattr(sliced_step, "SLICE_NBYTES", 256)
-    monkeypatch.setattr(sliced_step, "LEAST_NBYTES", 1024)
-    monkeypatch.setattr(sliced_step, "_SLICES_PER_BLOCK", 2)
+    monkeypatch.setattr(slices, "SLICE_NBYTES", 256)
+    monkeypatch.setattr(slices, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(slices, "_SLICES_PER_BLOCK", 2)
 
 
 @pytest.fixture
 def sliced(monkeypatch) -> list[torch.Size]:
     """The shapes of the parameters that were stepped in slices, one entry per block."""
     seen: list[torch.Size] = []
-    original = sliced_step._Block.step
+    original = slices._Block.step
 
     def watched(self, param, gradient, before):
         seen.append(param.shape)
         original(self, param, gradient, before)
 
-    monkeypatch.setattr(sliced_step._Block, "step", watched)
+    monkeypatch.setattr(slices._Block, "step", watched)
     return seen
 
 
@@ -301,18 +301,18 @@ class Wide(torch.nn.Module):
 def blocks_stepped(train: Any, *arguments: Any, **options: Any) -> int:
     """How many blocks of slices this rank stepped in a training that must equal that of the plain optimizer."""
     count = 0
-    original = sliced_step._Block.step
+    original = slices._Block.step
 
     def watched(self, param, gradient, before):
         nonlocal count
         count += 1
         original(self, param, gradient, before)
 
-    sliced_step._Block.step = watched  # type: ignore[method-assign]
+    slices._Block.step = watched  # type: ignore[method-assign]
     try:
         train(*arguments, **options)
     finally:
-        sliced_step._Block.step = original  # type: ignore[method-assign]
+        slices._Block.step = original  # type: ignore[method-assign]
     return count
 
 
@@ -351,7 +351,7 @@ def test_the_fast_lane_steps_large_pieces_in_slices(workers):
 def test_a_first_step_that_fails_half_way_leaves_no_garbage_and_holds_nothing(monkeypatch):
     pair = Pair(optim.AdamW, {}, shapes=((50, 16),))
     pair.params[0].grad = torch.ones(50, 16)
-    original, calls = sliced_step._Block.step, []
+    original, calls = slices._Block.step, []
 
     def failing(self, param, gradient, before):
         calls.append(self)
@@ -359,7 +359,7 @@ def test_a_first_step_that_fails_half_way_leaves_no_garbage_and_holds_nothing(mo
             raise ArithmeticError
         original(self, param, gradient, before)
 
-    monkeypatch.setattr(sliced_step._Block, "step", failing)
+    monkeypatch.setattr(slices._Block, "step", failing)
 
     def unwritten(self, shape):
         """What nobody has written is often zero by chance."""

@@ -15,7 +15,7 @@ from torch import nn, optim
 import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, batch, loss_of
 from shardstep import ShardConfig
-from shardstep.runtime import reducer
+from shardstep.wire import messages
 from training import raised
 
 
@@ -83,7 +83,7 @@ class Normalized(nn.Module):
 
 
 def goes_apart_early(odd: str, make: Callable[[], nn.Module]) -> None:
-    with mock.patch.object(reducer, "IN_FLIGHT_NBYTES", 100):
+    with mock.patch.object(messages, "IN_FLIGHT_NBYTES", 100):
         goes_apart(odd, "wait", make)
 
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardstep.config import ShardConfig
-    from shardstep.optimizer import ShardedOptimizer, shard
     from shardstep.planning import Layout
+    from shardstep.sharded_optimizer import ShardedOptimizer, shard
     from shardstep.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"
@@ -16,9 +16,9 @@ __all__ = ["Layout", "ShardConfig", "ShardedOptimizer", "ZeroRedundancyOptimizer
 _HOME = {
     "Layout": "shardstep.planning",
     "ShardConfig": "shardstep.config",
-    "ShardedOptimizer": "shardstep.optimizer",
+    "ShardedOptimizer": "shardstep.sharded_optimizer",
     "ZeroRedundancyOptimizer": "shardstep.zero_redundancy_optimizer",
-    "shard": "shardstep.optimizer",
+    "shard": "shardstep.sharded_optimizer",
 }
 
 

@@ -11,8 +11,6 @@ from shardstep.planning import Layout
 
 GRADIENTS = ("shard", "keep")
 GATHER = ("wait", "overlap")
-BUCKET_MB = 25.0
-BUCKET_MB_BETWEEN_HOSTS = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +18,16 @@ class ShardConfig:
     """The defaults are right for most; each option is here because a measurement or a program needs the other choice.
 
     layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors and takes the finest that is exact.
-    bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: 25, and 8
-        with Gloo between hosts, where links are slow and the first bytes should go early.
+    bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: with Gloo
+        25, and 8 between hosts, where links are slow and the first bytes should go early; with NCCL 40, or a
+        sixty-fourth of the model if that is more, up to 128: each call costs the host 50 microseconds.
     gradients: "shard" leaves each rank its part, and `param.grad` None. "keep" leaves the whole mean in `param.grad`,
         as DDP does, for programs that read it; that is half as many bytes again on the wire.
     gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward.
-    reduce_dtype: of gradients on the wire, None for their own. Sums are taken in float32 or wider in any case.
+    reduce_dtype: of gradients on the wire, None for their own.
+    ordered_sums: with Gloo gradients are summed in the order of the ranks, in float32 at least, in any case. With NCCL
+        the sum is taken in the network, in the dtype of the wire and an order of NCCL's own, which is the same from run
+        to run on the same machines. True: as with Gloo, by an all-to-all, at a price (docs/concepts.md).
     sync_buffers: whether module buffers (running means) follow rank 0 in every step.
     """
 
@@ -34,6 +36,7 @@ class ShardConfig:
     gradients: Literal["shard", "keep"] = "shard"
     gather: Literal["wait", "overlap"] = "wait"
     reduce_dtype: torch.dtype | None = None
+    ordered_sums: bool = False
     sync_buffers: bool = True
 
     def __post_init__(self) -> None:

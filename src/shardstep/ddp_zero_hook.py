@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstep.holder_reduction import HolderReduction
-from shardstep.overlapped_backward import OverlappedBackward
+from shardstep.drop_in.backward import OverlappedBackward
+from shardstep.drop_in.holder_reduction import HolderReduction
+from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
 from shardstep.planning.schedule import AFTER_BACKWARD, INTERLEAVED, StepOrder
-from shardstep.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __all__ = ["hook_with_zero_step", "hook_with_zero_step_interleaved", "reduce_to_holders"]
 
@@ -69,13 +69,12 @@ def hook_with_zero_step_interleaved(
 def _overlapping(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool, order: StepOrder
 ) -> Hook:
-    if not zero._overlap_with_ddp:
-        raise ValueError("build the ZeroRedundancyOptimizer with overlap_with_ddp=True to use it with this hook")
+    inside = zero.inside_backward()
     if ddp.process_group != zero.process_group:
         raise ValueError("DDP and the optimizer have different process groups; give both the same")
-    zero._overlap_info.shard_buckets = shard_buckets
+    inside.cut_buckets(shard_buckets)
     if hook is reduce_to_holders:
-        reduction = HolderReduction(zero, next(ddp.parameters()).device)
+        reduction = HolderReduction(inside, next(ddp.parameters()).device)
         hook, order = reduction, reduction.order(order)
     backward = OverlappedBackward(weakref.ref(ddp), zero, order)
 

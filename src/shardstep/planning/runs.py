@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shardstep.planning.plan import Piece
+from shardstep.planning.plan import Piece, Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,20 @@ class Run:
         return self.stop - self.start
 
 
-def find_runs(
-    pieces: Sequence[Piece], offsets: Sequence[int], together: Callable[[Piece, Piece], bool]
-) -> tuple[Run, ...]:
-    """The fewest runs in which all neighbours belong `together`; `offsets` are those of the pieces in the range."""
-    rows: list[list[int]] = []
-    for place, piece in enumerate(pieces):
-        if rows and together(pieces[place - 1], piece):
-            rows[-1].append(place)
+def find_runs(placed: Sequence[Placed], together: Callable[[Piece, Piece], bool]) -> tuple[Run, ...]:
+    """The fewest runs in which all neighbours belong `together`."""
+    rows: list[list[Placed]] = []
+    for piece, offset in placed:
+        if rows and together(rows[-1][-1][0], piece):
+            rows[-1].append((piece, offset))
         else:
-            rows.append([place])
+            rows.append([(piece, offset)])
     return tuple(
         Run(
-            pieces=tuple(pieces[place] for place in row),
-            offsets=tuple(offsets[place] - offsets[row[0]] for place in row),
-            start=offsets[row[0]],
-            stop=offsets[row[-1]] + pieces[row[-1]].numel,
+            pieces=tuple(piece for piece, _ in row),
+            offsets=tuple(offset - row[0][1] for _, offset in row),
+            start=row[0][1],
+            stop=row[-1][1] + row[-1][0].numel,
         )
         for row in rows
     )

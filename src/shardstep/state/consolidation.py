@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from shardstep.runtime.agreement import Claim, Facts, agree
-from shardstep.runtime.collectives import Channel, receive_tensors, send_tensors
 from shardstep.state.wire_format import Reader, encode, to_cpu
+from shardstep.wire.agreement import Claim, Facts, agree
+from shardstep.wire.channel import Channel
+from shardstep.wire.tensors import receive_tensors, send_tensors
 
 
 def consolidate(channel: Channel, read_local: Callable[[], Mapping[Any, Any]], to: int) -> dict[Any, Any] | None:
@@ -59,20 +60,19 @@ def receive_state(channel: Channel, source: int) -> dict[Any, Any]:
     return dict(reader.state)
 
 
-def move_state(
-    channel: Channel, state: Mapping[int, Any], old_holders: Sequence[int], new_holders: Sequence[int]
-) -> dict[int, Any]:
-    """This rank's state, by parameter index, after every parameter's has gone from its old holder to its new one.
+def move_state(channel: Channel, state: Mapping[Any, Any], moves: Mapping[Any, tuple[int, int]]) -> dict[Any, Any]:
+    """This rank's state after every entry has gone from its old holder to its new one: `moves[key]`.
 
-    Pairs of ranks talk one after the other, in an order that is the same on every rank.
+    `moves` are those that this rank takes part in, or more. Pairs of ranks talk one after the other, in an order that
+    is the same on every rank.
     """
-    kept = {index: entry for index, entry in state.items() if new_holders[index] == channel.rank}
-    moves = sorted({(old, new) for old, new in zip(old_holders, new_holders, strict=True) if old != new})
-    for source, to in moves:
+    kept = {key: entry for key, entry in state.items() if moves[key][1] == channel.rank}
+    pairs = sorted({(old, new) for old, new in moves.values() if old != new and channel.rank in (old, new)})
+    for source, to in pairs:
         if channel.rank == source:
-            leaving = {i: entry for i, entry in state.items() if new_holders[i] == to}
+            leaving = {key: entry for key, entry in state.items() if moves[key] == (source, to)}
             send_state(channel, *encode(leaving), to)
-        elif channel.rank == to:
+        else:
             kept.update(receive_state(channel, source))
     return kept
 

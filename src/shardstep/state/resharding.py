@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from shardstep.planning import Piece, Plan
-from shardstep.planning.runs import Run
-from shardstep.runtime.collectives import Channel
-from shardstep.runtime.flat_memory import flat_gradient
+from shardstep.memory.views import flat_gradient
+from shardstep.planning import Bucket, Piece, Plan, plan_from_json
 from shardstep.state.consolidation import move_state
-
-Entry = dict[str, Any]  # the state of one piece; tensors with as many elements as the piece are cut with it
+from shardstep.stepping.entries import Entry, cut_entry, join_entries
+from shardstep.wire.channel import Channel
 
 
 class _Fragment(NamedTuple):
@@ -29,137 +26,73 @@ class _Fragment(NamedTuple):
 def reshard(channel: Channel, old: Plan, new: Plan, entries: Mapping[Piece, Entry]) -> dict[Piece, Entry]:
     """This rank's state by the pieces of `new`, from every rank's by the pieces of `old`. Called on all ranks.
 
-    The first parameters of `new` are those of `old`. A piece without state before has none afterwards.
+    The first parameters of `new` are those of `old`. A piece without state before has none afterwards. Only what this
+    rank holds before or after is looked at: with a thousand ranks that is a thousandth of it.
     """
-    fragments = list(_fragments(old, new))
+    fragments = _fragments(old, new, channel.rank)
     local = {
         number: cut_entry(entries[part.old], part.old, part.start, part.stop)
         for number, part in enumerate(fragments)
         if part.old in entries
     }
-    moved = move_state(channel, local, [part.old.rank for part in fragments], [part.new.rank for part in fragments])
+    # What both ends of a move call it: a number would differ, because each rank counts its own fragments.
+    names = [(part.new.param, part.start, part.stop) for part in fragments]
+    moved = move_state(
+        channel,
+        {names[number]: entry for number, entry in local.items()},
+        {name: (part.old.rank, part.new.rank) for name, part in zip(names, fragments, strict=True)},
+    )
     by_piece: dict[Piece, list[int]] = {}
     for number, part in enumerate(fragments):
-        if part.new.rank == channel.rank and number in moved:
+        if part.new.rank == channel.rank and names[number] in moved:
             by_piece.setdefault(part.new, []).append(number)
     return {
         piece: join_entries(
-            [moved[number] for number in numbers], [fragments[n].stop - fragments[n].start for n in numbers]
+            [moved[names[number]] for number in numbers], [fragments[n].stop - fragments[n].start for n in numbers]
         )
         for piece, numbers in by_piece.items()
     }
-
-
-def cut_entry(entry: Mapping[str, Any], piece: Piece, start: int, stop: int) -> Entry:
-    """The state of elements [start, stop) of a parameter, from that of a piece which contains them."""
-    if (start, stop) == (piece.start, piece.stop):
-        return dict(entry)
-    # Copies throughout: two pieces must not count their steps in one tensor, nor keep a larger one alive.
-    return {
-        name: value.reshape(-1)[start - piece.start : stop - piece.start].clone()
-        if _is_cut(value, piece.numel)
-        else copy.deepcopy(value)
-        for name, value in entry.items()
-    }
-
-
-def _is_cut(value: Any, numel: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == numel
 
 
 def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
-def join_entries(entries: Sequence[Entry], numels: Sequence[int]) -> Entry:
-    """The state of consecutive pieces as that of one."""
-    if len(entries) == 1:
-        return dict(entries[0])
-    return {
-        name: _cat([entry[name] for entry in entries])
-        if all(_is_cut(entry[name], numel) for entry, numel in zip(entries, numels, strict=True))
-        else entries[0][name]
-        for name in entries[0]
-    }
+def _fragments(old: Plan, new: Plan, rank: int) -> list[_Fragment]:
+    """What `rank` holds before or after, by the order of parameters and elements."""
+    before, after = _Holders(old), _Holders(new)
+    leaving = [
+        _Fragment(one, other, max(one.start, other.start), min(one.stop, other.stop))
+        for one in old.pieces_of(rank)
+        for other in after.over(one)
+    ]
+    coming = [
+        _Fragment(one, other, max(one.start, other.start), min(one.stop, other.stop))
+        for other in new.pieces_of(rank)
+        if other.param < len(old.params)
+        for one in before.over(other)
+        if one.rank != rank
+    ]
+    return sorted([*leaving, *coming], key=lambda part: (part.new.param, part.start, part.stop))
 
 
-def cut_from_run(entry: Mapping[str, Any], run: Run, offset: int, numel: int) -> Entry:
-    """The state of one piece of a run. Views of what is kept per element, copies of counters."""
-    if len(run.pieces) == 1:
-        return dict(entry)
-    return {
-        name: value[offset : offset + numel] if _is_cut(value, run.numel) else copy.deepcopy(value)
-        for name, value in entry.items()
-    }
+class _Holders:
+    """Who holds which elements of a plan's parameters."""
 
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._buckets: dict[int, list[Bucket]] = {}  # by parameter
+        for bucket in (*plan.buckets, *plan.parked):
+            for segment in bucket.segments:
+                self._buckets.setdefault(segment.param, []).append(bucket)
 
-def join_in_run(run: Run, entries: Mapping[Piece, Entry], like: torch.Tensor) -> Entry:
-    """The state of a run from those of its pieces, which count alike; on the device of `like`."""
-    first = run.pieces[0]
-    if len(run.pieces) == 1:
-        return dict(entries[first])
-    joined = dict(entries[first])
-    for name, value in entries[first].items():
-        if _is_cut(value, first.numel):
-            whole = joined[name] = torch.zeros(run.numel, dtype=value.dtype, device=like.device)
-            for piece, offset in zip(run.pieces, run.offsets, strict=True):
-                whole[offset : offset + piece.numel] = entries[piece][name]
-    return joined
-
-
-def counts_alike(one: Entry | None, piece: Piece, other: Entry | None, neighbour: Piece) -> bool:
-    """Whether the states of two pieces differ only in what is kept per element, so that they can be one."""
-    if one is None or other is None:
-        return one is other
-    return list(one) == list(other) and all(
-        _is_cut(other[name], neighbour.numel) and other[name].dtype is value.dtype
-        if _is_cut(value, piece.numel)
-        else _equal(value, other[name])
-        for name, value in one.items()
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and one.dtype is other.dtype and torch.equal(one.cpu(), other.cpu())
-    return type(one) is type(other) and bool(one == other)
-
-
-def on_device_of(tensor: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> Entry:
-    """State where the optimizer expects it: with its tensor; counters on the CPU, unless a kernel reads them."""
-    counters_too = bool(group.get("capturable") or group.get("fused"))
-    return {
-        name: value.to(tensor.device)
-        if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too)
-        else value
-        for name, value in entry.items()
-    }
-
-
-def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What was received lies on the CPU, what was kept on the parameter's device: there they go."""
-    device = next((part.device for part in parts if part.device.type != "cpu"), parts[0].device)
-    return torch.cat([part.to(device) for part in parts])
-
-
-def _fragments(old: Plan, new: Plan) -> list[_Fragment]:
-    before = _by_param(old)
-    after = _by_param(new)
-    found: list[_Fragment] = []
-    for param in range(len(old.params)):
-        for one in before[param]:
-            for other in after[param]:
-                start, stop = max(one.start, other.start), min(one.stop, other.stop)
-                if start < stop or (one.numel == 0 and other.numel == 0):
-                    found.append(_Fragment(one, other, start, stop))
-    return found
-
-
-def _by_param(plan: Plan) -> list[list[Piece]]:
-    pieces: list[list[Piece]] = [[] for _ in plan.params]
-    for piece in plan.pieces:
-        pieces[piece.param].append(piece)
-    return [sorted(row, key=lambda piece: piece.start) for row in pieces]
+    def over(self, piece: Piece) -> list[Piece]:
+        """The pieces that have elements in common with another plan's; or nothing, if it has none."""
+        return [
+            other
+            for bucket in self._buckets[piece.param]
+            for other in bucket.over(piece.param, piece.start, piece.stop)
+        ]
 
 
 def cut_whole(
@@ -170,8 +103,8 @@ def cut_whole(
     `params`: tensors in a parameter's shape become flat, in the order of its memory; None: they keep their shape.
     """
     found: dict[Piece, Entry] = {}
-    for piece in plan.pieces:
-        if piece.rank == rank and state.get(keys[piece.param]):
+    for piece in plan.pieces_of(rank):
+        if state.get(keys[piece.param]):
             whole = Piece(piece.param, 0, plan.params[piece.param].numel, rank)
             entry = state[keys[piece.param]]
             if params is not None:
@@ -183,7 +116,7 @@ def cut_whole(
 
 def read_shard(state_dict: Mapping[str, Any], rank: int, plan: Plan) -> tuple[Plan, dict[Piece, Entry]]:
     """The plan under which a rank's state was saved, and the state by its pieces."""
-    saved = Plan.from_json(state_dict["shardstep"]["plan"])
+    saved = plan_from_json(state_dict["shardstep"]["plan"])
     if saved.world_size != plan.world_size or state_dict["shardstep"]["rank"] != rank:
         raise ValueError(
             f"this is the state of rank {state_dict['shardstep']['rank']} of {saved.world_size}, "
@@ -191,11 +124,14 @@ def read_shard(state_dict: Mapping[str, Any], rank: int, plan: Plan) -> tuple[Pl
         )
     if [spec.shape for spec in saved.params] != [spec.shape for spec in plan.params]:
         raise ValueError("the state_dict was saved for other parameters: their shapes differ")
+    held: dict[int, list[Piece]] = {}
+    for piece in saved.pieces_of(rank):
+        held.setdefault(piece.param, []).append(piece)
     found: dict[Piece, Entry] = {}
-    for param, pieces in enumerate(_by_param(saved)):
-        own = [piece for piece in pieces if piece.rank == rank]
+    for param, own in sorted(held.items()):
+        own.sort(key=lambda piece: piece.start)
         entry = state_dict["state"].get(param)
-        if not own or not entry:
+        if not entry:
             continue
         offset, total = 0, sum(piece.numel for piece in own)
         run = Piece(param, 0, total, rank)  # the elements of all own pieces, one behind the other

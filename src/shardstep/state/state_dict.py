@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.planning import ParamSpec
+from shardstep.stepping.local_optimizer import is_of_torch
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -67,13 +68,13 @@ def _entry_problems(
             for name, value in entry.items():
                 if not _fits(value, spec, optimizer_class):
                     yield f"state[{key}][{name!r}] has shape {tuple(value.shape)}, {spec.name} has {spec.shape}"
-    if _is_torchs(optimizer_class):
+    if is_of_torch(optimizer_class):
         yield from _missing_entries(state, spec_of)
 
 
 def _fits(value: Any, spec: ParamSpec, optimizer_class: type[Optimizer]) -> bool:
     """Whether a value can be state of the parameter. Of a class that is not torch's we cannot know."""
-    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not _is_torchs(optimizer_class):
+    if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_of_torch(optimizer_class):
         return True
     if issubclass(optimizer_class, torch.optim.LBFGS):  # keeps vectors over all parameters
         return True
@@ -101,10 +102,6 @@ def _missing_entries(state: Mapping[Any, Any], spec_of: Mapping[Any, ParamSpec])
         for key, names in entries.items():
             for name in sorted(complete - names - optional):
                 yield f"state[{key}] ({spec_of[key].name}) has no {name!r}, which other parameters of its group have"
-
-
-def _is_torchs(optimizer_class: type[Optimizer]) -> bool:
-    return optimizer_class.__module__.startswith("torch.optim")
 
 
 def local_part(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardstep.runtime.buffers import storage_order
+from shardstep.memory.views import storage_order
 
 # One-letter tags keep the text short; every value but these plain ones travels as [tag, content].
 _PLAIN = (bool, int, float, str)

@@ -1,0 +1,139 @@
+"""All that this rank holds: by a plan of whole parameters, an ordinary optimizer over its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardstep.memory.views import storage_order
+from shardstep.planning import Layout, Plan, make_plan, read_specs
+from shardstep.state.state_dict import check_options, check_state_dict, describe, local_part
+from shardstep.stepping.local_optimizer import build, copy_options, dealt_to, local_groups
+from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
+from shardstep.wire.agreement import Facts
+
+Groups = list[dict[str, Any]]  # the caller's, of all parameters; passed in, because a program may change them
+
+
+class LocalShard:
+    """A plan, and an `optimizer_class` over the parameters that it gives this rank."""
+
+    def __init__(
+        self, optimizer_class: type[Optimizer], options: Mapping[str, Any], rank: int, groups: Groups, plan: Plan
+    ) -> None:
+        self._class, self._options, self._rank = optimizer_class, options, rank
+        self.adopt(plan)
+        self._build(groups)
+
+    def adopt(self, plan: Plan) -> None:
+        """Another plan with the same holders: what travels has changed, or a group came."""
+        self.plan = plan
+        self.facts = facts_of(plan)
+        self.travels = [spec.trainable for spec in plan.params]
+
+    def share_out(self, groups: Groups, plan: Plan, entries: Mapping[Any, Any]) -> None:
+        """A plan with other holders; `entries` are the state of what this rank holds by it, as in `entries`."""
+        self.adopt(plan)
+        self._build(groups)
+        place = {index: number for number, index in enumerate(dealt_to(plan, self._rank))}
+        state = {place[key] if isinstance(key, int) else key: entry for key, entry in entries.items()}
+        self.optim.load_state_dict({"state": state, "param_groups": self.optim.state_dict()["param_groups"]})
+
+    def grow(self, groups: Groups, plan: Plan) -> None:
+        """Take this rank's part of the last of `groups`, which `plan` has and the optimizer has not."""
+        own = self.groups_of(self._rank, groups, plan)[-1]
+        # A trial, because some classes (Muon) look at their parameters in the constructor only.
+        build(self._class, [own], self._options, _names(groups, plan))
+        self.optim.add_param_group(own)
+        # The new group only: what a scheduler set in the others has not reached the local optimizer yet.
+        copy_options(self.optim.param_groups[-1:], groups[-1:])
+
+    def _build(self, groups: Groups) -> None:
+        own = self.groups_of(self._rank, groups, self.plan)
+        self.optim = build(self._class, own, self._options, _names(groups, self.plan))
+        self._sliced = SlicedStep(self.optim, self.make, ElementwiseGroups(self.make))
+
+    def make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Another optimizer of the same class and options."""
+        make: Callable[..., Optimizer] = self._class
+        return make(groups, **self._options)
+
+    @staticmethod
+    def groups_of(rank: int, groups: Groups, plan: Plan) -> list[dict[str, Any]]:
+        """The param groups of a rank, as its optimizer holds them."""
+        return local_groups(groups, plan.params, dealt_to(plan, rank))
+
+    def settings(self, groups: Groups, plan: Plan, *, bucket_view: bool) -> Facts:
+        """What must be the same on every rank: how the optimizer was built, and every parameter."""
+        kind = type(self.optim)
+        lines = [f"optimizer_class {kind.__module__}.{kind.__qualname__}", f"parameters_as_bucket_view {bucket_view}"]
+        for spec, param in zip(plan.params, params_of(groups), strict=True):
+            # Flat buffers are sent in memory order, so channels_last on one rank alone would scramble values.
+            order = f", dims in memory order {storage_order(param)}" if bucket_view else ""
+            lines.append(f"{spec}{order}")
+        return Facts([*lines, f"parameters in each group {[len(group['params']) for group in groups]}"])
+
+    def step(self, groups: Groups, closure: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Step this rank's parameters with the gradients that they have."""
+        copy_options(groups, self.optim.param_groups)
+        given = dict(kwargs) if closure is None else {**kwargs, "closure": closure}
+        # With a closure the class itself decides how often it is called, and what happens between.
+        result = self.optim.step(**given) if given else self._sliced.step()
+        copy_options(self.optim.param_groups, groups)
+        return result
+
+    def entries(self) -> dict[Any, Any]:
+        """This rank's state under the indices of the unsharded optimizer."""
+        mine = dealt_to(self.plan, self._rank)
+        held = {param for group in self.optim.param_groups for param in group["params"]}
+        for key in [key for key in self.optim.state if isinstance(key, torch.Tensor) and key not in held]:
+            del self.optim.state[key]  # made by reading `zero.state[param]` of another rank's parameter
+        state = self.optim.state_dict()["state"]
+        return {mine[key] if isinstance(key, int) else key: entry for key, entry in state.items()}
+
+    def load(self, state_dict: Mapping[str, Any], groups: Groups) -> Facts:
+        """Load this rank's part. Returns what must be the same on every rank."""
+        specs, before = self.plan.params, self.optim.param_groups
+        keys = check_state_dict(state_dict, specs, [len(group["params"]) for group in groups], type(self.optim))
+        self.optim.load_state_dict(local_part(state_dict, keys, dealt_to(self.plan, self._rank), specs))
+        check_options(self.optim, before)
+        return Facts(describe(state_dict))
+
+
+def plan_for(groups: Groups, travels: Sequence[bool], world_size: int) -> Plan:
+    """Who holds what, and what travels; made anew whenever one of them changes."""
+    return make_plan(read_specs(groups, travels), Layout.WHOLE, world_size=world_size)
+
+
+def loaded_groups(groups: Groups, local: Groups, saved: Sequence[Mapping[str, Any]]) -> Groups:
+    """`groups` with the options that the local optimizer has loaded, and with the names that were saved, if any."""
+    loaded: Groups = []
+    for outer, own, theirs in zip(groups, local, saved, strict=True):
+        names = theirs.get("param_names", outer.get("param_names"))
+        loaded.append({**own, **({"param_names": list(names)} if names else {}), "params": outer["params"]})
+    return loaded
+
+
+def facts_of(plan: Plan) -> Facts:
+    return Facts(map(str, plan.params))
+
+
+def params_of(groups: Groups) -> list[torch.Tensor]:
+    """In index order: group by group."""
+    return [param for group in groups for param in group["params"]]
+
+
+def travelling(params: Sequence[torch.Tensor]) -> list[bool]:
+    """Which parameters a step can change. A frozen one with a gradient left over is still stepped, as torch does."""
+    return [_is_trainable(param) or param.grad is not None for param in params]
+
+
+def _is_trainable(param: torch.Tensor) -> bool:
+    return param.requires_grad
+
+
+def _names(groups: Groups, plan: Plan) -> dict[torch.Tensor, str]:
+    return {param: spec.name for param, spec in zip(params_of(groups), plan.params, strict=True)}

@@ -1,0 +1,297 @@
+"""One plan, and everything that is made from it: memory, this rank's share, gradients, messages; and one step.
+
+    hook -> pass -> (bucket full) transport.reduce          backward
+    step -> pass.settle -> share.step -> transport.gather   step
+    pre-hook -> gather.finish                               the next forward, with gather="overlap"
+
+When the facts change (a parameter is frozen, a group is added) a new plan is made, and what changes its holder moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardstep.config import ShardConfig
+from shardstep.gradients.kept import KeptGradients
+from shardstep.gradients.sharded import Gradients, Kept, ShardedGradients, Surroundings
+from shardstep.memory.arrival import wait_before_use
+from shardstep.memory.flat import FlatMemory
+from shardstep.memory.views import ALIGNMENT_NBYTES, move_out
+from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
+from shardstep.state.resharding import reshard
+from shardstep.stepping.entries import Entry
+from shardstep.stepping.local_optimizer import is_of_torch
+from shardstep.stepping.share import LocalShare
+from shardstep.wire.agreement import Agreement, Claim, Facts, agree
+from shardstep.wire.channel import Channel
+from shardstep.wire.choose import open_transport, release
+from shardstep.wire.transport import Gather, finish_gathers
+from shardstep.wire.turns import Turn, Turns
+
+ParamGroups = Sequence[dict[str, Any]]
+
+_abandoned: list[Any] = []  # what ranks that went apart left under way
+_GRADIENT = "shardstep.gradient"  # a gradient that moves with the state of its piece
+IN_MEMORY = 3  # buckets: one that fills, and two on their way
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How the local optimizers are made."""
+
+    optimizer_class: type[Optimizer]
+    defaults: Mapping[str, Any]
+    layout: Layout
+
+
+class Engine:
+    """Of one ShardedOptimizer. Its `param_groups` are passed in: a program may change them between any two calls."""
+
+    def __init__(self, model: nn.Module, channel: Channel, recipe: Recipe, config: ShardConfig) -> None:
+        self._model, self.channel, self._recipe, self._config = model, channel, recipe, config
+        params = list(model.parameters())
+        self.transport = open_transport(channel, params, self, ordered_sums=config.ordered_sums)
+        self._turns = Turns(channel)
+        self.transport.before_waiting(self._turns.check)
+        self._agreement = Agreement(channel)
+        self._arriving: dict[int, Gather] = {}
+        self._hooks: list[Any] = []
+        with torch.no_grad():
+            self.transport.broadcast([*params, *model.buffers()])
+
+    # -- the plan, and everything that is made from it ----------------------------------------------------------------
+
+    def plan_for(self, groups: ParamGroups, trainable: Sequence[bool]) -> Plan:
+        specs, params = read_specs(groups, trainable), params_of(groups)
+        wanted = self._config.bucket_mb
+        total = sum(param.nbytes for param, moves in zip(params, trainable, strict=True) if moves)
+        bucket_nbytes = self.transport.bucket_nbytes(total) if wanted is None else wanted * 1e6
+        # Gradients come from the last layer to the first, and so lie the buckets.
+        return make_plan(
+            specs,
+            self._recipe.layout,
+            world_size=self.channel.world_size,
+            bucket_numel=max(int(bucket_nbytes / max((p.element_size() for p in params), default=4)), 1),
+            alignment=ALIGNMENT_NBYTES // min((param.element_size() for param in params), default=4),
+            order=range(len(specs))[::-1],
+        )
+
+    def build(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry], action: str) -> None:
+        """Build on all ranks, or raise on all: a rank may be refused a parameter that others do not hold."""
+        failure = None
+        try:
+            self._build_local(groups, plan, entries)
+        except Exception as error:
+            failure = error
+        agree(self.channel, Claim(action, failure, Facts()))
+        self._connect(groups, plan)
+
+    def _build_local(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry]) -> None:
+        """Memory and local optimizers for a plan; `entries` are the state of its pieces."""
+        self.plan, self._facts = plan, Facts(map(str, plan.params))
+        self._trainable = [spec.trainable for spec in plan.params]
+        self._memory = FlatMemory(plan, params_of(groups), self.channel.rank)
+        self._together = self.transport.step_order(len(plan.buckets))
+        self.share = LocalShare(
+            self._recipe.optimizer_class,
+            self._recipe.defaults,
+            plan,
+            self._memory,
+            self._recipe.layout,
+            self._together,
+            join=self._config.gradients == "shard",
+        )
+        self.share.build(groups, entries)
+
+    def _connect(self, groups: ParamGroups, plan: Plan) -> None:
+        """What talks to other ranks. Its messages are told apart by counting, so all ranks get here, or none."""
+        params = params_of(groups)
+        overlap = self._config.gather == "overlap"
+        self._gathers = self.transport.range_gathers(self._memory.buckets, ring=not overlap)
+        sharded = self._config.gradients == "shard"
+        given = Surroundings(
+            self.channel,
+            self.transport,
+            self._turns,
+            self._model,
+            self._memory,
+            params,
+            self._config.reduce_dtype,
+            # What a class of somebody else's keeps of a gradient cannot be known; and "keep" needs shards for a moment.
+            reuse_memory=sharded and is_of_torch(self._recipe.optimizer_class),
+        )
+        self.gradients: Gradients = ShardedGradients(given) if sharded else KeptGradients(given)
+        if overlap:
+            buckets_of: dict[torch.Tensor, list[int]] = {}
+            for number, bucket in enumerate(plan.buckets):
+                for segment in bucket.segments:
+                    buckets_of.setdefault(params[segment.param], []).append(number)
+            self._hooks = wait_before_use(self._model, buckets_of, self.wait_for, self.synchronize)
+
+    def replan(self, groups: ParamGroups, trainable: Sequence[bool]) -> None:
+        """Make a new plan and move what changes its holder. Called on all ranks, which have agreed on `trainable`."""
+        kept = self.gradients.give_up()
+        old, entries = self.plan, self.share.entries()
+        for piece, gradient in kept.by_piece.items():
+            entries[piece] = {**entries.get(piece, {}), _GRADIENT: gradient}
+        plan = self.plan_for(groups, trainable)
+        moved = reshard(self.channel, old, plan, entries)
+        gradients = {piece: entry.pop(_GRADIENT) for piece, entry in moved.items() if _GRADIENT in entry}
+        self._remove_hooks()
+        buffers = [bucket.values.untyped_storage().data_ptr() for bucket in self._memory.buckets if bucket.bucket.numel]
+        # Nothing holds on to the old buffers but the parameters that have not moved yet: one is free when all of its
+        # parameters have left it, so that a new plan takes no second model.
+        del entries, self._memory, self.share, self._gathers, self.gradients
+        self.build(groups, plan, {piece: entry for piece, entry in moved.items() if entry}, "a new plan")
+        frozen = [param for param, moves in zip(params_of(groups), trainable, strict=True) if not moves]
+        move_out(frozen, buffers)
+        self.gradients.take_over(Kept(kept.phase, kept.used, gradients))
+
+    def load(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry]) -> None:
+        """State that was saved under `plan`. Called on all ranks."""
+        self.share.build(groups, reshard(self.channel, plan, self.plan, entries))
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def step(self, groups: ParamGroups) -> None:
+        """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
+        self.synchronize()
+        self.take_turn(Turn.STEP, groups)
+        self._sync_buffers()
+        self._memory.adopt()
+        failure = self._step_and_send(groups)
+        trainable = trainable_of(groups)
+        changed = trainable != self._trainable
+        facts = Facts(map(str, read_specs(groups, trainable))) if changed else self._facts
+        self._agreement.claim(Claim("step", failure, facts))
+        if self._config.gather == "wait" or changed or failure is not None:
+            self.synchronize()
+        if changed:
+            self.replan(groups, trainable)
+
+    @torch.no_grad()
+    def _sync_buffers(self) -> None:
+        """Running means and the like follow rank 0.
+
+        DDP does this in forward. Here it would be a collective that nobody sees: an evaluation on rank 0 alone, which
+        under DDP goes round the wrapper, would hang.
+        """
+        buffers = list(self._model.buffers()) if self._config.sync_buffers else []
+        if buffers:
+            self.transport.broadcast(buffers)
+
+    def take_turn(self, turn: Turn, groups: ParamGroups, *, waits: bool = True) -> None:
+        """Before anything is done with gradients: `turn` says what, and `waits` whether it waits for other ranks."""
+        try:
+            late = self.gradients.settle(turn if waits else None)
+        except RuntimeError as error:
+            raise self._why_not_to_step() or error from None  # this rank's own reason, if it has one
+        if waits or any(late):
+            self._turns.announce(turn)
+        if not any(late):
+            return
+        self._turns.check()
+        if any(flag and not moves for flag, moves in zip(late, self._trainable, strict=True)):
+            # Unfrozen since the last step: it has a gradient, and no place in the plan.
+            trainable = trainable_of(groups)
+            agree(self.channel, Claim("step", None, Facts(map(str, read_specs(groups, trainable)))))
+            self.replan(groups, trainable)
+        self.gradients.reduce_late()
+
+    def _step_and_send(self, groups: ParamGroups) -> Exception | None:
+        """One group of buckets is on its way while the next is stepped. Returns what failed on this rank."""
+        failure = self._why_not_to_step()
+        try:
+            self.share.begin(groups, self.gradients.used)
+        except Exception as error:  # the others wait for what this rank sends; all raise together at the end
+            failure = failure or error
+        for gather in self._gathers:
+            gather.expect()
+        for number, buckets in enumerate(self._together):
+            try:
+                if failure is None:
+                    self.share.step(number, self.gradients.of_run)
+            except Exception as error:
+                failure = error
+            for bucket in buckets if self._gathers else ():
+                self._gathers[bucket].send()
+                self._arriving[bucket] = self._gathers[bucket]
+        if failure is None:
+            self.share.end(groups)
+        self.gradients.stepped()
+        return failure
+
+    def _why_not_to_step(self) -> Exception | None:
+        unsent = [self.plan.params[place].name for place in self.gradients.unsent()]
+        if not unsent:
+            return None
+        return RuntimeError(
+            f"{unsent[0]} and {len(unsent) - 1} other parameters have gradients that were never reduced: run the last "
+            "backward pass before step() outside no_sync(), and set no param.grad yourself"
+        )
+
+    def synchronize(self) -> None:
+        """The weights of the last step are complete for all that is done from now on; raises if a rank failed in it."""
+        if self._arriving:
+            self.wait_for(list(self._arriving))
+        if self._agreement.is_open:
+            self._turns.check()
+            self._agreement.finish()
+
+    def wait_for(self, buckets: Sequence[int]) -> None:
+        waiting = [bucket for bucket in buckets if bucket in self._arriving]
+        if waiting:
+            finish_gathers([self._arriving[bucket] for bucket in waiting])
+            for bucket in waiting:
+                del self._arriving[bucket]
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self, groups: ParamGroups) -> None:
+        """Let go of the model."""
+        if self._turns.apart:
+            self._leave_what_may_arrive(groups)
+        else:
+            self.synchronize()
+        self.gradients.hooks.remove()
+        self._remove_hooks()
+        release(self)
+
+    def _remove_hooks(self) -> None:
+        for handle in self._hooks:
+            handle.remove()
+
+    def _leave_what_may_arrive(self, groups: ParamGroups) -> None:
+        """Messages of a step that not all ranks made may still come, and must find memory that is nobody else's."""
+        move_out(params_of(groups), [b.values.untyped_storage().data_ptr() for b in self._memory.buckets])
+        _abandoned.append((self._memory, self._gathers, self.gradients))
+
+    # -- what it takes ------------------------------------------------------------------------------------------------
+
+    def bucket_nbytes(self) -> list[int]:
+        return [bucket.values.nbytes for bucket in self._memory.buckets]
+
+    def predicted_nbytes(self) -> int:
+        """What this rank needs at most between two steps, beside activations: by the plan, not by what was measured."""
+        state = sum(
+            value.nbytes
+            for entry in self.share.local.state.values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        )
+        gradients = sum(bucket.own.nbytes for bucket in self._memory.buckets)
+        return sum(self.bucket_nbytes()) + state + gradients + IN_MEMORY * max(self.bucket_nbytes(), default=0)
+
+
+def params_of(groups: ParamGroups) -> list[torch.Tensor]:
+    return [param for group in groups for param in group["params"]]
+
+
+def trainable_of(groups: ParamGroups) -> list[bool]:
+    return [bool(param.requires_grad) for group in groups for param in group["params"]]

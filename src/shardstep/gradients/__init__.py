@@ -1,0 +1,1 @@
+"""From autograd to this rank's part of the mean gradient."""

@@ -1,0 +1,125 @@
+"""From autograd to the pass: which gradient is there, and when a backward pass is over.
+
+[Note: the outermost pass] The end of a pass is a callback that autograd runs for the graph on which it was queued. With
+reentrant checkpointing a backward pass runs others inside itself, and a callback queued from a parameter's hook would
+end with the inner one, too early. So it is queued when the gradient of the model's output comes, which is always in the
+outermost; from a parameter's hook only where the loss does not go through the model's forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardstep.gradients.passes import GradientPass, LaunchOrder
+
+
+class BackwardHooks:
+    """Tells `current` of the gradients of `params`, by their place; `done` is called at the end of a reduced pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Sequence[torch.Tensor],
+        current: GradientPass,
+        done: Callable[[], None] | None,
+    ) -> None:
+        self._pass = current
+        self._model = weakref.ref(model)
+        self.syncs = True  # whether gradients are reduced now: not inside no_sync()
+        self._done = done
+        self._task: int | None = None  # autograd's, at whose end the pass ends
+        # The hooks live as long as the parameters; a reference to this object would keep it alive as long.
+        me = weakref.ref(self)
+        self._handles: list[RemovableHandle] = [
+            param.register_post_accumulate_grad_hook(_when_ready(me, current.order, place))  # type: ignore[no-untyped-call]
+            for place, param in enumerate(params)
+            if param.requires_grad
+        ]
+        self._handles.append(model.register_forward_pre_hook(_before_call(me)))
+        self._handles.append(model.register_forward_hook(_when_called(me)))
+
+    def watches(self, module: nn.Module) -> bool:
+        """A deep copy of the model has a copy of these hooks; what it computes is not ours to reduce."""
+        return self._model() is module
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def ready(self, place: int) -> None:
+        if self.syncs:
+            self.arm()
+            self._pass.ready(place)
+
+    def arm(self) -> None:
+        """Queue the end of the pass that runs now."""
+        if self._task is None:
+            self._task = torch._C._current_graph_task_id()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        ended = self._pass.end_of_backward()
+        self._task = None  # not before: if the end raises, `recover` is to make another
+        if ended and self._done is not None:
+            self._done()
+
+    def recover(self) -> None:
+        """If a backward pass has raised half-way, end it: the other ranks wait for the rest of its messages."""
+        if self._task is not None and not in_backward():
+            self._pass.end(failed=True)
+            self._task = None
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _when_ready(hooks: weakref.ref[BackwardHooks], order: LaunchOrder, place: int) -> Callable[[torch.Tensor], None]:
+    note = order.note
+
+    def ready(param: torch.Tensor) -> None:
+        del param
+        if note(place):  # for most parameters there is nothing to do: this is all that the host does for each
+            target = hooks()
+            if target is not None:
+                target.ready(place)
+
+    return ready
+
+
+def _before_call(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any], None]:
+    def calling(module: nn.Module, inputs: Any) -> None:
+        del inputs
+        target = hooks()
+        if target is not None and target.watches(module):
+            target.recover()
+
+    return calling
+
+
+def _when_called(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any, Any], None]:
+    def watch(output: torch.Tensor) -> None:
+        def arm(gradient: torch.Tensor) -> None:
+            del gradient
+            target = hooks()
+            if target is not None and target.syncs:
+                target.arm()
+
+        output.register_hook(arm)  # type: ignore[no-untyped-call]
+
+    def called(module: nn.Module, inputs: Any, output: Any) -> None:
+        del inputs
+        target = hooks()
+        if target is None or not target.watches(module):
+            return
+        for leaf in torch.utils._pytree.tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                watch(leaf)
+
+    return called

@@ -1,0 +1,323 @@
+"""The backward pass that runs, or the last one: gradients from autograd, reduced bucket by bucket, kept as shards.
+
+[Note: a pass] One backward pass reduces every bucket exactly once, in the order of the plan, on every rank, whatever
+gradients came on which rank: so ranks never wait for a message that another does not send. Gradients that did not come
+count as zero; which ones came anywhere is exchanged once per pass, because a parameter that no rank has used is not
+stepped. A gradient that comes after its bucket has gone (only reentrant checkpointing of tied weights does that) is
+told in the same exchange, and reduced before the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from threading import Lock
+
+import torch
+
+from shardstep.gradients.packing import GradientPacking, Parts
+from shardstep.memory.flat import FlatMemory
+from shardstep.memory.shards import ShardMemory
+from shardstep.wire.channel import Channel
+from shardstep.wire.hosts import RanksApartError
+from shardstep.wire.records import open_poll
+from shardstep.wire.transport import Transport
+from shardstep.wire.turns import Turn, Turns
+
+
+class Phase(Enum):
+    """Where the gradients are between one step and the next."""
+
+    RESTING = "no backward pass since the last step: other ranks may have made one, and wait for this one"
+    FILLING = "a pass runs: buckets go out as they fill, and no gradient may be looked at"
+    ENDING = "the pass is over here, and its last buckets go out: none may be added to"
+    SENT = "all of it is on its way: what other ranks had is not known, and nothing may be stepped"
+    SETTLED = "all ranks know which gradients there are: shards may be looked at and stepped"
+
+
+_MOVES = {
+    (Phase.RESTING, Phase.FILLING),
+    (Phase.FILLING, Phase.ENDING),
+    (Phase.ENDING, Phase.SENT),
+    (Phase.SENT, Phase.SETTLED),
+    (Phase.SENT, Phase.FILLING),
+    (Phase.SETTLED, Phase.FILLING),
+    (Phase.SETTLED, Phase.RESTING),
+}
+
+
+_AT_REST: list[int] = []  # between passes
+
+
+class LaunchOrder:
+    """Which buckets can be reduced, as gradients come: always in the order of the buckets, whatever comes first."""
+
+    def __init__(self, members: Sequence[Collection[int]]) -> None:
+        """`members[b]` are the parameters of which bucket b holds elements."""
+        self._sizes = [len(set(params)) for params in members]
+        self._buckets_of: defaultdict[int, list[int]] = defaultdict(list)
+        for bucket, params in enumerate(members):
+            for param in set(params):
+                self._buckets_of[param].append(bucket)
+        self._missing = _AT_REST  # of each bucket: how many gradients are still to come
+        self._seen: set[int] = set()
+        self._next = 0
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._missing = [*self._sizes, -1]  # after the last bucket comes one that is never complete
+        self._seen = set()
+        self._next = 0
+
+    def note(self, param: int) -> bool:
+        """The gradient of `param` is there: is there something to do? Called for every parameter, so it does little.
+
+        Yes if a bucket is `due`, or if no pass has begun. A gradient may come twice; the
+        first time counts.
+        """
+        if self._missing is _AT_REST:
+            return True
+        if param not in self._seen and param in self._buckets_of:
+            self._seen.add(param)
+            for bucket in self._buckets_of[param]:
+                self._missing[bucket] -= 1
+        return self._missing[self._next] == 0
+
+    def all_came(self) -> bool:
+        """Whether no gradient is missing: the pass is about to end."""
+        return len(self._seen) == len(self._buckets_of)
+
+    def due(self) -> int | None:
+        """The bucket to reduce now; None if gradients of the next one are missing."""
+        return self._next if self._missing[self._next] == 0 else None
+
+    def launched(self) -> None:
+        """The next bucket is on its way. Until then it is due, or `left`: whatever raises, it is sent, and once."""
+        self._next += 1
+
+    def left(self) -> range:
+        """The buckets that were not reduced: at the end of a pass, gradients that did not come count as none."""
+        return range(self._next, len(self._sizes))
+
+    def end(self) -> None:
+        """The backward pass is over, and what was left is on its way."""
+        self._missing = _AT_REST
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What all ranks know of the passes since the last step: flags by parameter."""
+
+    used: bytes  # a gradient came on some rank
+    late: bytes  # it came too late on some rank
+    failed: tuple[int, ...] = ()  # ranks whose pass failed
+
+
+class GradientPass:
+    """Made anew with every plan. `params` are in the plan's order."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        transport: Transport,
+        turns: Turns,
+        memory: FlatMemory,
+        params: Sequence[torch.Tensor],
+        wire_dtype: torch.dtype | None,
+        *,
+        reuse_memory: bool,
+    ) -> None:
+        """`reuse_memory`: nobody looks at a gradient of an earlier step, so the next may lie where it lay."""
+        self._transport, self._turns, self._params = transport, turns, params
+        self._packing = GradientPacking(memory, params, transport)
+        self.order = LaunchOrder([{s.param for s in bucket.bucket.segments} for bucket in memory.buckets])
+        self._places = [self._packing.places(bucket) for bucket in range(len(memory.buckets))]
+        self._nbytes = [bucket.values.nbytes for bucket in memory.buckets]
+        self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory)
+        self._reductions = transport.reductions(memory.buckets, self._memory.of, wire_dtype)
+        self._poll = open_poll(channel, lambda record: "wait for gradients")
+        self._lock = Lock()  # autograd calls from one thread for each device
+        self.phase = Phase.RESTING
+        self._packed: dict[int, list[Parts]] = {}  # while ENDING: what is still to be sent
+        self._flying: dict[int, int] = {}  # buckets on their way, the oldest first, and their bytes
+        self._lost = False  # something arrived and could not be taken in: `drop` is the way out
+        self.shards: list[torch.Tensor | None] = [None] * len(self._nbytes)
+        self._late = bytes(len(params))
+
+    def _move(self, to: Phase) -> None:
+        if (self.phase, to) not in _MOVES:
+            raise RuntimeError(f"a backward pass cannot go from {self.phase.name} to {to.name}: {self.phase.value}")
+        self.phase = to
+
+    @property
+    def runs(self) -> bool:
+        """A pass has begun, and its messages are not all on their way."""
+        return self.phase in (Phase.FILLING, Phase.ENDING)
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
+
+    def ready(self, param: int) -> None:
+        """Autograd has added to the gradient of `param`, and `order.note` says that there is something to do."""
+        with self._lock:
+            if not self.runs:
+                self._begin()
+            self.order.note(param)
+            if self._transport.tells_first and self.order.all_came():
+                return  # `end` comes next, and has something to say before it sends the last buckets
+            while (bucket := self.order.due()) is not None:
+                self._make_room(bucket)
+                self._launch(bucket, self._packing.pack(bucket))
+
+    def _begin(self) -> None:
+        if self.phase is not Phase.RESTING:
+            self._turns.announce(Turn.PASS)
+        self._land_all()  # of an earlier pass
+        self._move(Phase.FILLING)
+        self.order.begin()
+
+    def end_of_backward(self) -> bool:
+        """Autograd is done. Whether there was a pass: something came here, also of parameters that have no bucket."""
+        has_pass = self.runs or any(param.grad is not None and param.requires_grad for param in self._params)
+        if has_pass:
+            self.end()
+        return has_pass
+
+    def end(self, *, failed: bool = False) -> None:
+        """The pass is over: reduce what is left, and tell the others what came here.
+
+        If memory runs out the pass is still to end, as a failed one: this is called again for the rest. What was told
+        already holds.
+        """
+        self._turns.raise_if_apart()
+        if not self.runs:
+            self._begin()  # nothing came here, but it did elsewhere
+        tells_first = self._transport.tells_first
+        if tells_first and self.phase is Phase.FILLING:
+            # All of them before anything is told: if memory runs out here, it can be told that the pass has failed.
+            for bucket in self.order.left():
+                if bucket not in self._packed:
+                    self._packed[bucket] = self._packing.pack(bucket)
+            self._tell(failed=failed)
+        if self.phase is Phase.FILLING:
+            self._move(Phase.ENDING)
+        for bucket in self.order.left():
+            self._make_room(bucket)
+            self._launch(bucket, self._packed[bucket] if tells_first else self._packing.pack(bucket))
+            self._packed.pop(bucket, None)
+        if not tells_first:
+            self._tell(failed=failed)
+        self.order.end()
+        self._move(Phase.SENT)
+
+    def _tell(self, *, failed: bool) -> None:
+        """All other ranks, which gradients came here; what an earlier pass told is contained in it.
+
+        With messages before the last buckets: a step begins when all ranks have told, and behind megabytes of gradients
+        on the same connections that would be when all of them have arrived.
+        """
+        self._packing.end_pass()
+        self._late = bytes(param.grad is not None and param.requires_grad for param in self._params)
+        self._poll.ask(bytes([failed]) + self._packing.used + self._late)
+
+    def _make_room(self, bucket: int) -> None:
+        """Before a bucket is packed: the oldest lands if there would be more in flight than the transport wants."""
+        while self._flying and sum(self._flying.values()) + self._nbytes[bucket] > self._transport.in_flight_nbytes:
+            self._land(next(iter(self._flying)))
+
+    def _launch(self, bucket: int, parts: list[Parts]) -> None:
+        self.shards[bucket] = self._reductions[bucket].start(parts, self._places[bucket], self.shards[bucket])
+        self._flying[bucket] = self._nbytes[bucket]
+        self.order.launched()
+
+    def _land(self, bucket: int) -> None:
+        lost_before, self._lost = self._lost, True  # if anything raises here, there is no second try
+        del self._flying[bucket]
+        self._reductions[bucket].land()
+        self._lost = lost_before
+
+    def _land_all(self) -> None:
+        for bucket in list(self._flying):
+            self._land(bucket)
+
+    # -- between passes -----------------------------------------------------------------------------------------------
+
+    def land(self, bucket: int) -> torch.Tensor | None:
+        """This rank's range of a bucket's gradient, once it is there; None if no pass was made since `drop`."""
+        if bucket in self._flying:
+            for earlier in [other for other in self._flying if other <= bucket]:
+                self._land(earlier)
+        if self._lost:
+            raise RuntimeError("gradients were lost when an earlier call raised: call zero_grad() on all ranks")
+        return self.shards[bucket]
+
+    def settle(self) -> Settled:
+        """What all ranks had; the same on every rank."""
+        if self.phase is not Phase.SENT:
+            return Settled(bytes(self._packing.used), self._late)
+        self._turns.check()  # what others had is told only by those that do what this rank does
+        try:
+            answer = self._poll.answer()
+        except RanksApartError as error:
+            self._turns.went_apart(error)
+            raise
+        self._move(Phase.SETTLED)
+        flags, size = answer.any, 1 + len(self._params)
+        used, self._late = flags[1:size], flags[size:]
+        self._packing.used = bytearray(used)
+        failed = [rank for rank, row in enumerate(answer.rows(1)) if row[0]] if flags[0] else []
+        return Settled(used, self._late, tuple(failed))
+
+    def stepped(self) -> None:
+        """What comes from now on is for the next step."""
+        if self.phase is not Phase.RESTING:
+            self._move(Phase.RESTING)
+
+    def reduce_late(self) -> None:
+        """Reduce what came too late; called on every rank if it did on any."""
+        self._land_all()
+        late = bytes(self._late)
+        self._late = bytes(len(self._params))
+        self.order.begin()
+        for bucket in self.order.left():
+            self._make_room(bucket)
+            self._launch(bucket, self._packing.pack(bucket))
+        self.order.end()
+        self._packing.end_pass()
+        self._packing.used = bytearray(used or more for used, more in zip(self._packing.used, late, strict=True))
+
+    def take_over(self, used: Sequence[int], shards: Sequence[torch.Tensor | None], phase: Phase) -> None:
+        """What an earlier plan's pass knew and held."""
+        self._packing.used = bytearray(used)
+        self.shards = list(shards)
+        self.phase = phase
+
+    @property
+    def used(self) -> Sequence[int]:
+        """Flags: whether a gradient was taken into shards; of other ranks' it is known when it is SETTLED."""
+        return self._packing.used
+
+    def drop(self) -> None:
+        """Forget all gradients."""
+        self._turns.check()
+        self._land_all()  # the memory belongs to the transport until then
+        if self.phase is Phase.SENT:
+            self._poll.forget()
+            self._move(Phase.SETTLED)
+        self.drop_shards()
+        self._packing.forget()
+        self._late = bytes(len(self._params))
+
+    def drop_shards(self) -> None:
+        self._lost = False
+        self.shards = [None] * len(self._nbytes)
+        self._memory.let_go()
+
+    def zero(self) -> None:
+        """Make all gradients zero, without forgetting that they were there."""
+        self._turns.check()
+        self._land_all()
+        for shard in self.shards:
+            if shard is not None:
+                shard.zero_()

@@ -1,0 +1,209 @@
+"""The mean of all ranks' gradients, each rank's own part of it: the default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shardstep.gradients.hooks import BackwardHooks
+from shardstep.gradients.passes import GradientPass, Phase
+from shardstep.memory.flat import FlatMemory
+from shardstep.planning import Piece
+from shardstep.planning.runs import Run
+from shardstep.wire.channel import Channel
+from shardstep.wire.transport import Transport
+from shardstep.wire.turns import Turn, Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What gradients are made of."""
+
+    channel: Channel
+    transport: Transport
+    turns: Turns
+    model: nn.Module
+    memory: FlatMemory
+    params: Sequence[torch.Tensor]  # in the plan's order
+    wire_dtype: torch.dtype | None
+    reuse_memory: bool  # nobody looks at a gradient of an earlier step, so the next may lie where it lay
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Gradients on their way from one plan to the next."""
+
+    phase: Phase
+    used: Sequence[int]
+    by_piece: Mapping[Piece, torch.Tensor]
+
+
+class Gradients(Protocol):
+    """What the engine knows of gradients: ShardedGradients, or KeptGradients."""
+
+    hooks: BackwardHooks
+
+    def settle(self, turn: Turn | None) -> Sequence[int]:
+        """Before anything is done with gradients; `turn` says what, if it waits for other ranks.
+
+        If no backward pass has reached a parameter here, it may have on other ranks, which wait for this one: so one is
+        made. Returns flags: which gradients came too late to be reduced, on any rank. Raises on all ranks if a backward
+        pass failed on one.
+        """
+
+    def reduce_late(self) -> None:
+        """Reduce those too."""
+
+    @property
+    def used(self) -> Sequence[int]:
+        """Flags: whether some rank has a gradient of a parameter."""
+
+    def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
+        """The mean gradients of neighbours, which all have one or none."""
+
+    def unsent(self) -> list[int]:
+        """Parameters whose gradient was never reduced, once all passes are settled."""
+
+    def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Every piece of this rank that has a gradient, flat."""
+
+    def stepped(self) -> None:
+        """What comes from now on is for the next step."""
+
+    def shards(self) -> list[torch.Tensor]:
+        """All that this rank holds of the mean, to be scaled or clamped in place."""
+
+    def clear(self, *, to_none: bool) -> None: ...
+
+    def hides(self, param: torch.Tensor) -> bool:
+        """Whether `param` has a gradient that is not in `param.grad`."""
+
+    def give_up(self) -> Kept:
+        """A new plan is made."""
+
+    def take_over(self, kept: Kept) -> None:
+        """What was reduced under an earlier plan."""
+
+
+class ShardedGradients:
+    """`param.grad` is None after backward; this rank's part of the mean lies in `current.shards`."""
+
+    def __init__(self, given: Surroundings, after_pass: Callable[[], None] | None = None) -> None:
+        self._memory, self._params = given.memory, given.params
+        self._alone = given.channel.world_size == 1
+        self.current = GradientPass(
+            given.channel,
+            given.transport,
+            given.turns,
+            given.memory,
+            given.params,
+            given.wire_dtype,
+            reuse_memory=given.reuse_memory,
+        )
+        self._after_pass = after_pass
+        self._turns = given.turns
+        self.used: Sequence[int] = bytes(len(given.params))
+        self._place = {param: place for place, param in enumerate(given.params)}
+        self.travels = given.memory.homes.keys()
+        self._travelling = [given.params[place] for place in sorted(self.travels)]
+        self.hooks = BackwardHooks(given.model, given.params, self.current, self._after_pass)
+
+    def settle(self, turn: Turn | None) -> Sequence[int]:
+        self.hooks.recover()
+        if self.current.phase is Phase.RESTING and not self._alone:
+            self._make_up_for_a_pass()
+        if turn is not None:
+            self._turns.prepare(turn)
+        return self.read()
+
+    def _make_up_for_a_pass(self) -> None:
+        """What `no_sync` has left in `param.grad` is no part of it: then it is a failed one, and stays where it is."""
+        left = {place: self._params[place].grad for place in self.unsent()}
+        for place in left:
+            self._params[place].grad = None
+        self.current.end(failed=bool(left))
+        for place, gradient in left.items():
+            self._params[place].grad = gradient
+        if self._after_pass is not None:
+            self._after_pass()
+
+    def read(self) -> Sequence[int]:
+        """What all ranks had in the passes since the last step."""
+        settled = self.current.settle()
+        self.used = settled.used
+        if settled.failed:
+            self.current.drop()
+            raise RuntimeError(
+                f"the backward pass failed on ranks {list(settled.failed)}, so there is no mean gradient; their own "
+                "errors say why. Call zero_grad() on all ranks and go on with the next batch"
+            )
+        return settled.late
+
+    def reduce_late(self) -> None:
+        self.current.reduce_late()
+        self.used = bytes(self.current.used)
+
+    def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
+        shard = self.current.land(bucket)
+        return shard[run.start : run.stop] if shard is not None and self.used[run.pieces[0].param] else None
+
+    def unsent(self) -> list[int]:
+        return [self._place[param] for param in self._travelling if param.grad is not None]
+
+    def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        for number, bucket in enumerate(self._memory.buckets):
+            shard = self.current.land(number)
+            if shard is not None:
+                for (piece, _), part in zip(bucket.placed, bucket.split(shard), strict=True):
+                    if self.used[piece.param]:
+                        yield piece, part
+
+    def stepped(self) -> None:
+        self.current.stepped()
+
+    def shards(self) -> list[torch.Tensor]:
+        landed = [self.current.land(bucket) for bucket in range(len(self._memory.buckets))]
+        return [shard for shard in landed if shard is not None and shard.numel()]
+
+    def clear(self, *, to_none: bool) -> None:
+        self.hooks.recover()
+        clear_gradients(self._params, to_none=to_none)
+        if to_none:
+            self.current.drop()
+            self.used = bytes(len(self._params))
+        else:
+            self.current.zero()
+
+    def hides(self, param: torch.Tensor) -> bool:
+        place = self._place.get(param)
+        return place in self.travels and param.grad is None and bool(self.current.used[place])
+
+    def give_up(self) -> Kept:
+        self.hooks.recover()
+        self.read()
+        self.hooks.remove()
+        return Kept(self.current.phase, self.used, dict(self.present()))
+
+    def take_over(self, kept: Kept) -> None:
+        used = self.used = bytes(kept.used).ljust(len(self._params), b"\0")
+        shards: list[torch.Tensor | None] = [None] * len(self._memory.buckets)
+        if any(used):
+            for number, bucket in enumerate(self._memory.buckets):
+                shard = shards[number] = torch.zeros_like(bucket.own)
+                for (piece, _), part in zip(bucket.placed, bucket.split(shard), strict=True):
+                    if piece in kept.by_piece:
+                        part.copy_(kept.by_piece[piece].reshape(-1))
+        self.current.take_over(used, shards, kept.phase)
+
+
+def clear_gradients(params: Sequence[torch.Tensor], *, to_none: bool) -> None:
+    for param in params:
+        if param.grad is not None:
+            if to_none:
+                param.grad = None
+            else:
+                param.grad.detach_().zero_()

@@ -1,0 +1,57 @@
+"""Parameters as views of flat buffers: moved in, moved out, and in which order their elements lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+# CUDA's fused and foreach kernels read four elements at a time where pointers allow it, and round differently where
+# they do not. So every view starts where a tensor of its own might, and rounds as the plain optimizer does.
+ALIGNMENT_NBYTES = 64
+
+
+def move_in(param: torch.Tensor, view: torch.Tensor, remedy: str) -> None:
+    """Make `param` the view, with its values; `remedy` is for one that has become something else."""
+    if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device} became one of shape "
+            f"{tuple(param.shape)}, {param.dtype} on {param.device}; {remedy}"
+        )
+    view.copy_(param.detach())
+    param.data = view
+
+
+def move_out(params: Iterable[torch.Tensor], storages: Iterable[int]) -> None:
+    """Give parameters that are views of these storages (by their data_ptr) memory of their own."""
+    leaving = set(storages)
+    for param in params:
+        if param.numel() and param.untyped_storage().data_ptr() in leaving:
+            param.data = param.detach().clone()
+
+
+def dense_view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """`like.numel()` elements of `buffer` in the shape of `like`, and in its memory format where that is dense."""
+    order = storage_order(like)
+    view = buffer[offset : offset + like.numel()].view([like.shape[dim] for dim in order])
+    return view.permute([order.index(dim) for dim in range(like.dim())])
+
+
+def storage_order(tensor: torch.Tensor) -> list[int]:
+    """The dims from slowest to fastest in memory (channels_last: 0, 2, 3, 1); the natural order if it is not dense."""
+    natural = list(range(tensor.dim()))
+    if tensor.is_contiguous():
+        return natural
+    order = sorted(natural, key=lambda dim: (-tensor.stride()[dim], dim))
+    return order if tensor.permute(order).is_contiguous() else natural
+
+
+def flat_gradient(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The elements of `gradient` in the order in which those of `param` lie in memory."""
+    flat = gradient.detach()
+    if param.is_contiguous() and gradient.is_contiguous():  # most are, and there may be thousands of them
+        flat = flat.view(-1)
+    else:
+        flat = flat.permute(storage_order(param)).reshape(-1)
+    # A single element may have any stride, and the wire takes bytes that lie side by side.
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)

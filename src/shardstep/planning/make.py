@@ -1,0 +1,160 @@
+"""From descriptions of parameters to a plan, and from a text back to one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from shardstep.planning.layout import Layout, deal_whole
+from shardstep.planning.plan import Bucket, EqualRanges, Plan, Segment, WholeRanges, bucket_from_json
+from shardstep.planning.problems import find_problems
+from shardstep.planning.spec import ParamSpec
+
+_Classes = dict[tuple[str, str, bool], list[int]]
+
+
+def make_plan(
+    specs: Sequence[ParamSpec],
+    layout: Layout,
+    *,
+    world_size: int,
+    bucket_numel: int | None = None,
+    alignment: int = 1,
+    holders: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
+) -> Plan:
+    """Share out `specs` over `world_size` ranks.
+
+    `order` is that in which the parameters lie in the buckets, by default that of `specs`.
+
+    `holders[i]` is the rank that holds parameter i, where that was decided elsewhere (by DDP's buckets); WHOLE only.
+    `bucket_numel` bounds what travels together (None: one bucket per dtype and device), but for the padding to equal
+    ranges; a WHOLE parameter larger than that travels alone, a FLAT one in several buckets. Parameters begin at multiples of `alignment` elements, and FLAT
+    cuts them at multiples of it.
+    """
+    if world_size < 1 or alignment < 1 or (bucket_numel is not None and bucket_numel < 1):
+        raise ValueError(
+            f"world_size, alignment and bucket_numel must be at least 1, got {world_size}, {alignment}, {bucket_numel}"
+        )
+    if layout is Layout.AUTO:
+        raise ValueError("Layout.AUTO is a wish: ask shardstep.stepping.probe which layout the optimizer tolerates")
+    classes: _Classes = {}
+    for index in range(len(specs)) if order is None else order:
+        spec = specs[index]
+        classes.setdefault((spec.device, spec.dtype, spec.trainable), []).append(index)
+    if layout is Layout.WHOLE:
+        dealt = deal_whole(specs, world_size) if holders is None else list(enumerate(holders))
+        rows = _whole_buckets(specs, classes, world_size, bucket_numel, alignment, dealt)
+    else:
+        rows = _flat_buckets(specs, classes, world_size, bucket_numel, alignment)
+    found = list(rows)
+    plan = Plan(
+        tuple(specs),
+        tuple(bucket for bucket, trainable in found if trainable),
+        tuple(bucket for bucket, trainable in found if not trainable),
+        world_size,
+    )
+    _raise_if_any(find_problems(plan))
+    return plan
+
+
+def plan_from_json(text: str) -> Plan:
+    """The plan that `Plan.to_json` wrote; ValueError with every problem if the text does not describe one."""
+    try:
+        raw = json.loads(text)
+        plan = Plan(
+            params=tuple(ParamSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in raw["params"]),
+            buckets=tuple(map(bucket_from_json, raw["buckets"])),
+            parked=tuple(map(bucket_from_json, raw["parked"])),
+            world_size=raw["world_size"],
+        )
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"this text is not a plan written by Plan.to_json: {error!r}") from error
+    _raise_if_any(find_problems(plan))
+    return plan
+
+
+def _whole_buckets(
+    specs: Sequence[ParamSpec],
+    classes: _Classes,
+    world_size: int,
+    bucket_numel: int | None,
+    alignment: int,
+    dealt: Sequence[tuple[int, int]],
+) -> Iterator[tuple[Bucket, bool]]:
+    """Each bucket, and whether it travels. Within a bucket by rank, as they were dealt."""
+    turn = {param: position for position, (param, _) in enumerate(dealt)}
+    holder = dict(dealt)
+    for (device, dtype, trainable), members in classes.items():
+        for chunk in _chunks(specs, members, bucket_numel):
+            in_rank_order = sorted(chunk, key=lambda param: (holder[param], turn[param]))
+            offsets = list(accumulate((_aligned(specs[p].numel, alignment) for p in in_rank_order), initial=0))
+            segments = [Segment(p, 0, specs[p].numel, at) for p, at in zip(in_rank_order, offsets, strict=False)]
+            widths = [0] * world_size
+            for param in in_rank_order:
+                widths[holder[param]] += _aligned(specs[param].numel, alignment)
+            ranges = WholeRanges(tuple(accumulate(widths)), tuple(holder[param] for param in in_rank_order))
+            yield Bucket(tuple(segments), ranges, dtype, device), trainable
+
+
+def _flat_buckets(
+    specs: Sequence[ParamSpec], classes: _Classes, world_size: int, bucket_numel: int | None, alignment: int
+) -> Iterator[tuple[Bucket, bool]]:
+    """Each bucket, and whether it travels: cut into one equal range for each rank, wherever that falls.
+
+    A bucket ends where a parameter ends, so that its memory is its own; only a parameter that is larger than a bucket
+    goes through several, and these lie one behind the other, so that one large embedding is not one large message.
+    """
+    granule = world_size * alignment  # the least that can be cut equally
+    most = None if bucket_numel is None else -(-bucket_numel // granule) * granule
+    for (device, dtype, trainable), members in classes.items():
+        for segments in _fill(specs, members, most, alignment):
+            filled = max((_aligned(segment.end, alignment) for segment in segments), default=0)
+            width = -(-filled // granule) * alignment
+            yield Bucket(tuple(segments), EqualRanges(world_size, width), dtype, device), trainable
+
+
+def _fill(
+    specs: Sequence[ParamSpec], members: Sequence[int], most: int | None, alignment: int
+) -> Iterator[list[Segment]]:
+    """The segments of one bucket after the other; none is filled beyond `most`."""
+    segments: list[Segment] = []
+    filled = 0
+    for param in members:
+        start, numel = 0, specs[param].numel
+        if most is not None and filled and filled + _aligned(numel, alignment) > most:
+            yield segments
+            segments, filled = [], 0
+        while most is not None and numel - start > most:
+            # Before it there is nothing, or parameters without elements: a bucket that goes on with one begins with it.
+            yield [*segments, Segment(param, start, start + most, 0)]
+            segments = []
+            start += most
+        segments.append(Segment(param, start, numel, filled))
+        filled += _aligned(numel - start, alignment)
+    if segments:
+        yield segments
+
+
+def _chunks(specs: Sequence[ParamSpec], members: Sequence[int], bucket_numel: int | None) -> Iterator[list[int]]:
+    """Consecutive parameters that together stay within `bucket_numel`, or one alone that does not."""
+    chunk: list[int] = []
+    filled = 0
+    for param in members:
+        if chunk and bucket_numel is not None and filled + specs[param].numel > bucket_numel:
+            yield chunk
+            chunk, filled = [], 0
+        chunk.append(param)
+        filled += specs[param].numel
+    if chunk:
+        yield chunk
+
+
+def _aligned(numel: int, alignment: int) -> int:
+    return -(-numel // alignment) * alignment
+
+
+def _raise_if_any(problems: Sequence[str]) -> None:
+    if problems:
+        raise ValueError("not a partition of the parameters:\n  " + "\n  ".join(problems))

@@ -1,1 +1,0 @@
-"""Turns a plan into memory and messages."""

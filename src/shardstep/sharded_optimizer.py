@@ -1,0 +1,319 @@
+"""The fast lane: `shard(model, AdamW, lr=...)` takes the place of DistributedDataParallel and of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardstep.arguments import check_parameters, read_group, read_groups
+from shardstep.config import ShardConfig
+from shardstep.engine import Engine, Recipe, params_of, trainable_of
+from shardstep.gradients.guard import guard
+from shardstep.gradients.norms import norms_by_parameter, total_norm
+from shardstep.planning import Layout, Piece, read_specs
+from shardstep.state.resharding import cut_whole, read_shard
+from shardstep.state.state_dict import check_state_dict, pack_groups
+from shardstep.stepping.entries import Entry, join_entries
+from shardstep.stepping.local_optimizer import build, check_optimizer_class, copy_options
+from shardstep.stepping.probe import finest_layout
+from shardstep.wire.agreement import Claim, Facts, agree
+from shardstep.wire.channel import accelerator_among, open_channel
+from shardstep.wire.turns import Turn
+
+_owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedOptimizer]] = weakref.WeakKeyDictionary()
+
+
+def shard(
+    model: nn.Module,
+    optimizer_class: type[Optimizer],
+    *,
+    groups: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+    config: ShardConfig | None = None,
+    **defaults: Any,
+) -> ShardedOptimizer:
+    """Train `model` on all ranks of `process_group` with one copy of the optimizer's state between them.
+
+        opt = shardstep.shard(model, torch.optim.AdamW, lr=3e-4)
+        loss.backward(); opt.clip_grad_norm_(1.0); opt.step(); opt.zero_grad()
+
+    The model stays as it is: no wrapper. All ranks take the parameters and buffers of the group's first rank. `groups`
+    are param groups, whose "params" may be tensors, names or patterns ("*.bias"). `defaults` go to `optimizer_class`.
+    """
+    return ShardedOptimizer(model, optimizer_class, groups, process_group, config or ShardConfig(), defaults)
+
+
+class ShardedOptimizer(Optimizer):
+    """Made by `shard`. `param_groups` hold the model's own parameters; each rank steps an equal share of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[Optimizer],
+        groups: Any,
+        process_group: dist.ProcessGroup | None,
+        config: ShardConfig,
+        defaults: dict[str, Any],
+    ) -> None:
+        self._ready = self._closed = False
+        self._model, self._class, self._config = model, optimizer_class, config
+        self._channel = channel = open_channel(process_group, accelerator_among(model.parameters()))
+        failure, facts = None, Facts()
+        try:
+            facts = self._check(groups, defaults)
+        except Exception as error:
+            failure = error
+        agree(channel, Claim("shard(...)", failure, facts))
+        self._take_the_model()
+        self._engine = Engine(model, channel, Recipe(optimizer_class, defaults, self._layout), config)
+        plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
+        self._engine.build(self.param_groups, plan, {}, "shard(...)")
+        guard(self)
+        self._ready = True
+
+    def _check(self, groups: Any, defaults: dict[str, Any]) -> Facts:
+        check_optimizer_class(self._class, self._channel.world_size)
+        chosen = read_groups(self._model, groups)
+        check_parameters(chosen, allow_mixed_dtypes=True)
+        # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
+        empty = build(self._class, [{**g, "params": [], "param_names": []} for g in chosen], defaults, {})
+        super().__init__(chosen, dict(empty.defaults))
+        self._defaults = defaults
+        self._layout = self._choose_layout()
+        return Facts([*map(str, read_specs(self.param_groups)), str(self._config), str(self._layout)])
+
+    def _choose_layout(self) -> Layout:
+        device = params_of(self.param_groups)[0].device
+        finest, reason = finest_layout(self._class, self._defaults, self.param_groups, device)
+        if self._config.layout is Layout.AUTO:
+            return finest
+        if self._config.layout is Layout.FLAT and finest is not Layout.FLAT:
+            raise ValueError(f"Layout.FLAT is not safe here: {reason}. Use Layout.AUTO or Layout.WHOLE")
+        return self._config.layout
+
+    def _take_the_model(self) -> None:
+        """A model has one owner. The hooks of an earlier one would take the gradients away from this one."""
+        earlier = _owner_of.get(self._model)
+        owner = None if earlier is None else earlier()
+        if owner is not None:
+            owner.close()
+        _owner_of[self._model] = weakref.ref(self)
+
+    def close(self) -> None:
+        """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
+        if not self._closed:
+            self._engine.close(self.param_groups)
+            self._closed = True
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._closed:
+            raise RuntimeError("this optimizer was closed: shard(...) was called again on its model, or close()")
+        self._engine.step(self.param_groups)
+        return loss
+
+    def synchronize(self) -> None:
+        """Return when the weights of the last step are complete; raise if a rank failed in it.
+
+        With `gather="overlap"` call it before anything but the model's own forward reads or writes the weights. On an
+        accelerator the current stream waits, not the host.
+        """
+        self._engine.synchronize()
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients: this rank's part of the mean, and whatever `no_sync` has left in `param.grad`."""
+        self._engine.gradients.clear(to_none=set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes send nothing; their gradients add up in `param.grad` until one outside."""
+        hooks = self._engine.gradients.hooks
+        before, hooks.syncs = hooks.syncs, False
+        try:
+            yield
+        finally:
+            hooks.syncs = before
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
+        """The norm of the mean gradient of every parameter, by name; the same on every rank. The host waits for it."""
+        engine = self._engine
+        engine.take_turn(Turn.NORMS, self.param_groups)
+        pieces = [(piece.param, gradient) for piece, gradient in engine.gradients.present()]
+        specs, first = engine.plan.params, params_of(self.param_groups)[0]
+        norms = norms_by_parameter(engine.transport, pieces, len(specs), norm_type, first)
+        return {spec.name: norm for spec, norm in zip(specs, norms, strict=True) if spec.trainable}
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns what it was.
+
+        What is returned lies where the gradients do, and nothing here waits for it; `error_if_nonfinite` does.
+        """
+        keep = self._config.gradients == "keep"
+        self._engine.take_turn(Turn.CLIP_NORM, self.param_groups, waits=not keep)
+        params = params_of(self.param_groups)
+        if keep:
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        shards = self._engine.gradients.shards()
+        norm = total_norm(self._engine.transport, shards, norm_type, params[0])
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
+                "pass error_if_nonfinite=False to scale by it anyway"
+            )
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as torch's
+        if not (factor.device.type == "cpu" and factor == 1.0):  # there a look costs nothing, and a product does
+            _scale(shards, factor)
+        return norm.to(shards[0].dtype.to_real() if shards else params[0].dtype.to_real())
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
+        self._engine.take_turn(Turn.CLIP_VALUE, self.param_groups, waits=False)
+        if self._config.gradients == "keep":
+            torch.nn.utils.clip_grad_value_(params_of(self.param_groups), clip_value)
+        else:
+            for gradient in self._engine.gradients.shards():
+                gradient.clamp_(-clip_value, clip_value)
+
+    def holds_gradient_of(self, param: torch.Tensor) -> bool:
+        """Whether `param` has a gradient that torch's functions do not see."""
+        return not self._closed and self._engine.gradients.hides(param)
+
+    def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
+        """`zero_grad` of a module with these parameters is called: of the model, or of a part of it."""
+        if self._closed or not self._ready:
+            return
+        given = set(params)
+        if given.issuperset(self._model.parameters()):
+            self.zero_grad(set_to_none)
+        elif any(param in given and self.holds_gradient_of(param) for param in params_of(self.param_groups)):
+            raise RuntimeError(
+                "zero_grad() of a part of the model cannot drop its part of gradients that are sharded over the ranks: "
+                'call zero_grad() of the model or of the optimizer, or pass config=ShardConfig(gradients="keep")'
+            )
+
+    # -- groups -------------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; on all ranks. State and gradients that move to another rank are sent there."""
+        if not self._ready:  # torch.optim.Optimizer's constructor
+            super().add_param_group(param_group)
+            return
+        self.synchronize()
+        failure, facts = None, Facts()
+        before = list(self.param_groups)
+        try:
+            super().add_param_group(self._named(read_group(param_group)))
+            check_parameters(self.param_groups, allow_mixed_dtypes=True)
+            if self._choose_layout() is not self._layout:
+                raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
+            facts = Facts(map(str, read_specs(self.param_groups)))
+        except Exception as error:
+            failure = error
+        try:
+            agree(self._channel, Claim("add_param_group", failure, facts))
+        except Exception:
+            self.param_groups = before
+            raise
+        with torch.no_grad():
+            self._engine.transport.broadcast(self.param_groups[-1]["params"])
+        self._engine.replan(self.param_groups, trainable_of(self.param_groups))
+
+    def _named(self, group: dict[str, Any]) -> dict[str, Any]:
+        names = {param: name for name, param in self._model.named_parameters()}
+        number = len(self.param_groups)
+        group["param_names"] = group.get("param_names") or [
+            names.get(param, f"param_groups[{number}]['params'][{place}]")
+            for place, param in enumerate(group["params"])
+        ]
+        return group
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """This rank's state by parameter: flat, the elements it holds, in order. To look at; writing has no effect."""
+        params = params_of(self.param_groups)
+        found: dict[torch.Tensor, list[tuple[Piece, Entry]]] = {}
+        entries = self._engine.share.entries().items()
+        for piece, entry in sorted(entries, key=lambda item: (item[0].param, item[0].start)):
+            found.setdefault(params[piece.param], []).append((piece, entry))
+        return {
+            param: join_entries([entry for _, entry in rows], [piece.numel for piece, _ in rows])
+            for param, rows in found.items()
+        }
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch.optim.Optimizer's constructor sets an empty one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state and all options. `load_state_dict` takes it on as many ranks as it was saved on."""
+        self.synchronize()
+        place = {param: i for i, param in enumerate(params_of(self.param_groups))}
+        return {
+            "state": {place[param]: entry for param, entry in self.state.items()},
+            "param_groups": pack_groups(self.param_groups),
+            "shardstep": {"plan": self._engine.plan.to_json(), "rank": self._channel.rank},
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank, or the state_dict of the plain optimizer. On all ranks."""
+        self.synchronize()
+        failure, plan = None, self._engine.plan
+        entries: dict[Piece, Entry] = {}
+        before = [{**group} for group in self.param_groups]
+        try:
+            if "shardstep" in state_dict:
+                plan, entries = read_shard(state_dict, self._channel.rank, plan)
+            else:
+                sizes = [len(group["params"]) for group in self.param_groups]
+                keys = check_state_dict(state_dict, plan.params, sizes, type(self._engine.share.local))
+                flat = params_of(self.param_groups) if self._layout is Layout.FLAT else None
+                entries = cut_whole(state_dict["state"], keys, plan, self._channel.rank, flat)
+            copy_options(state_dict["param_groups"], self.param_groups)
+        except Exception as error:
+            failure = error
+        try:
+            agree(self._channel, Claim("load_state_dict", failure, Facts([plan.digest()])))
+        except Exception:
+            copy_options(before, self.param_groups)
+            raise
+        self._engine.load(self.param_groups, plan, copy.deepcopy(entries))
+
+    # -- what it takes ------------------------------------------------------------------------------------------------
+
+    def bucket_nbytes(self) -> list[int]:
+        """The bytes of each bucket."""
+        return self._engine.bucket_nbytes()
+
+    def predicted_nbytes(self) -> int:
+        """What this rank needs for parameters, state, gradients and buckets on their way, by the plan."""
+        return self._engine.predicted_nbytes()
+
+
+def _scale(shards: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """In place, by a number that stays where it is; those of a dtype and device in one call."""
+    classes: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for values in shards:
+        classes.setdefault((values.dtype, values.device), []).append(values)
+    for (dtype, device), members in classes.items():
+        torch._foreach_mul_(members, factor.to(device=device, dtype=dtype.to_real()))

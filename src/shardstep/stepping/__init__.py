@@ -1,0 +1,1 @@
+"""Steps this rank's share, with the caller's own optimizer class."""

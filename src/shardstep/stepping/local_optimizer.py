@@ -1,0 +1,124 @@
+"""The optimizer that steps this rank's share: an ordinary instance of the caller's class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from shardstep.planning import ParamSpec, Plan
+
+# Optimizers whose update of one parameter depends on the others, so that stepping them in shares changes the result.
+_COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
+    (torch.optim.LBFGS, "one line search and one direction over all parameters together"),
+)
+
+
+def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
+    """Raise if `optimizer_class` is not a class of optimizers, or not one whose work can be shared out."""
+    while isinstance(optimizer_class, partial):  # torch takes those too
+        optimizer_class = optimizer_class.func
+    if isinstance(optimizer_class, Optimizer):
+        raise TypeError(
+            f"optimizer_class must be a class, got an instance of {type(optimizer_class).__name__}; "
+            f"pass torch.optim.{type(optimizer_class).__name__} and its options as keyword arguments"
+        )
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        raise TypeError(f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
+    for coupled, reason in _COUPLED:
+        if issubclass(optimizer_class, coupled) and world_size > 1:
+            raise ValueError(
+                f"{optimizer_class.__name__} computes {reason}; sharded over {world_size} ranks it would silently "
+                "compute something else. Use it unsharded, or choose an optimizer that treats parameters separately"
+            )
+
+
+def is_of_torch(optimizer_class: Any) -> bool:
+    """Whether it is a class of torch.optim itself: these keep all they know of a parameter in its own state, in tensors
+    of its shape and in counters. A class of somebody else's may count on itself, in its groups, or in lists."""
+    while isinstance(optimizer_class, partial):
+        optimizer_class = optimizer_class.func
+    return isinstance(optimizer_class, type) and optimizer_class.__module__.startswith("torch.optim.")
+
+
+def local_groups(
+    param_groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], mine: Sequence[int]
+) -> list[dict[str, Any]]:
+    """`param_groups` with the parameters `mine` only, in that order. A group may be empty."""
+    params = [param for group in param_groups for param in group["params"]]
+    names = [name for group in param_groups for name in group.get("param_names", ())]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
+    for index, group in enumerate(groups):
+        own = [i for i in mine if specs[i].group == index]
+        group["params"] = [params[i] for i in own]
+        if names:
+            group["param_names"] = [names[i] for i in own]
+    return groups
+
+
+def dealt_to(plan: Plan, rank: int) -> list[int]:
+    """The parameters that `rank` holds whole: group by group, the largest first."""
+    held = {piece.param for piece in plan.pieces_of(rank)}
+    return sorted(held, key=lambda i: (plan.params[i].group, -plan.params[i].numel, i))
+
+
+def build(
+    optimizer_class: type[Optimizer],
+    groups: Sequence[dict[str, Any]],
+    defaults: Mapping[str, Any],
+    names: Mapping[torch.Tensor, str],
+) -> Optimizer:
+    """An `optimizer_class` over `groups`; if it refuses a parameter, the error names it by `names`."""
+    make: Callable[..., Optimizer] = optimizer_class
+    try:
+        return make([dict(group) for group in groups], **defaults)
+    except Exception as error:
+        refused = _first_refused(make, groups, defaults)
+        if refused is None:
+            raise  # not a parameter but an option is wrong
+        kind = type(error) if type(error) in (TypeError, ValueError) else RuntimeError
+        raise kind(
+            f"{getattr(optimizer_class, '__name__', optimizer_class)} refuses {names[refused]}: {error}"
+        ) from error
+
+
+def _first_refused(
+    make: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
+) -> torch.Tensor | None:
+    """The first parameter that the optimizer refuses even alone; None if it is not a parameter that it refuses."""
+    try:
+        make([{**group, "params": [], "param_names": []} for group in groups], **defaults)
+    except Exception:
+        return None
+    for group in groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for param in group["params"]:
+            try:
+                make([{**options, "params": [param]}], **defaults)
+            except Exception:
+                return cast(torch.Tensor, param)
+    return None
+
+
+def copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
+    """Copy everything in the groups but the parameters: learning rates that a scheduler set, keys that a step added."""
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+
+
+class WatchedClosure:
+    """Remembers whether an error came from the closure or from the optimizer round it."""
+
+    def __init__(self, closure: Callable[[], float]) -> None:
+        self._closure = closure
+        self.raised = False
+
+    def __call__(self) -> float:
+        try:
+            return self._closure()
+        except BaseException:
+            self.raised = True
+            raise

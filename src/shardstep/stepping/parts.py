@@ -1,0 +1,84 @@
+"""Steps parts of an optimizer's parameters, each once per iteration, for any class of optimizer.
+
+The parts of an optimizer are optimizers: ordinary instances of the same class, each over the parameters of one part. So
+nothing is asked of the class but that it can be built and stepped, and a counter that it keeps per group, per parameter
+or on itself advances once per iteration, as it would unsharded. The whole optimizer is never stepped; it shows the
+state and the options of all parts, and is what is saved and loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardstep.stepping.local_optimizer import copy_options
+from shardstep.stepping.slices import ElementwiseGroups, MakeOptimizer, SlicedStep
+
+
+class PartedOptimizer:
+    """`whole` in parts; `parts[k]` are the parameters of part k, which make up those of `whole`."""
+
+    def __init__(
+        self,
+        whole: Optimizer,
+        parts: Sequence[Sequence[torch.Tensor]],
+        make: MakeOptimizer,
+    ) -> None:
+        self._whole = whole
+        self._params = [list(part) for part in parts]
+        self._optimizers = [make(_groups_of(whole.param_groups, part)) for part in parts]
+        elementwise = ElementwiseGroups(make)
+        self._steps = [SlicedStep(optimizer, make, elementwise) for optimizer in self._optimizers]
+
+    def begin(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """An iteration begins: every part takes the options as they are now.
+
+        Not one part after the other as they are stepped: a counter that the first has advanced would reach the second.
+        """
+        for optimizer in self._optimizers:
+            copy_options(param_groups, optimizer.param_groups)
+
+    def step(self, part: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Step one part with these gradients; `param.grad` is afterwards what it was before."""
+        params = self._params[part]
+        before = [param.grad for param in params]
+        try:
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+            self._steps[part].step()
+        finally:
+            for param, gradient in zip(params, before, strict=True):
+                param.grad = gradient
+        self._whole.state.update(self._optimizers[part].state)
+
+    def end(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """An iteration ends: what the parts have written to their options becomes visible."""
+        if self._optimizers:
+            copy_options(self._optimizers[-1].param_groups, self._whole.param_groups)
+            copy_options(self._optimizers[-1].param_groups, param_groups)
+
+    def reload(self) -> None:
+        """The whole optimizer has loaded a state: give every part its own."""
+        for optimizer, params in zip(self._optimizers, self._params, strict=True):
+            optimizer.state.clear()
+            own = set(params)
+            for key, entry in self._whole.state.items():
+                if not isinstance(key, torch.Tensor) or key in own:
+                    optimizer.state[key] = entry
+            copy_options(self._whole.param_groups, optimizer.param_groups)
+
+
+def _groups_of(param_groups: Sequence[Mapping[str, Any]], params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """All groups, each with those of its parameters that are among `params`."""
+    wanted = set(params)
+    groups: list[dict[str, Any]] = []
+    for group in param_groups:
+        chosen = [i for i, param in enumerate(group["params"]) if param in wanted]
+        part = {**group, "params": [group["params"][i] for i in chosen]}
+        if "param_names" in group:
+            part["param_names"] = [group["param_names"][i] for i in chosen]
+        groups.append(part)
+    return groups

@@ -1,0 +1,154 @@
+"""This rank's share of the fast lane: its pieces, the tensors that stand for them, and the optimizers of those.
+
+[Note: runs] An optimizer that treats every element alone does not care where one parameter ends and the next begins. So
+pieces that lie side by side in a bucket are one tensor to it: a bucket of a thousand small parameters is stepped in one
+call. Their state is one as well, and is cut up only where somebody looks at it. That holds as long as all of them are
+stepped together; when a step finds one without a gradient, they are taken apart, once and for all, because from then on
+each counts its own steps. Only the classes of torch.optim: what others keep, and where, cannot be known. And not where
+kernels round differently at the end of a tensor: fused ones on the CPU, and those for 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardstep.memory.flat import BucketMemory, FlatMemory
+from shardstep.memory.views import dense_view
+from shardstep.planning import Layout, Piece, Plan
+from shardstep.planning.runs import Run, find_runs
+from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
+from shardstep.stepping.local_optimizer import build, is_of_torch
+from shardstep.stepping.parts import PartedOptimizer
+from shardstep.stepping.slices import CUT_ANYWHERE
+
+ParamGroups = Sequence[dict[str, Any]]
+
+
+class LocalShare:
+    """Made anew with every plan. `defaults` are the options with which `optimizer_class` is built.
+
+    `together` are the buckets that are stepped at a time.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        defaults: Mapping[str, Any],
+        plan: Plan,
+        memory: FlatMemory,
+        layout: Layout,
+        together: Sequence[Sequence[int]],
+        *,
+        join: bool,
+    ) -> None:
+        self._class, self._defaults = optimizer_class, defaults
+        self._plan, self._memory, self._layout, self._together = plan, memory, layout, together
+        self._join = join and layout is Layout.FLAT and is_of_torch(optimizer_class)
+        self.runs: list[tuple[Run, ...]] = []  # by bucket
+        self.parked: dict[Piece, Entry] = {}  # state of frozen parameters
+
+    def build(self, param_groups: ParamGroups, entries: Mapping[Piece, Entry]) -> None:
+        """Tensors and optimizers anew, with the state in `entries`; what belongs to frozen parameters is put aside."""
+        rest = dict(entries)
+
+        def together(one: Piece, other: Piece) -> bool:
+            joinable = self._may_join(one, param_groups) and self._may_join(other, param_groups)
+            same_group = self._group_of(one) == self._group_of(other)
+            return joinable and same_group and counts_alike(rest.get(one), one, rest.get(other), other)
+
+        buckets = self._memory.buckets
+        self.runs = [find_runs(memory.placed, together) for memory in buckets]
+        self._tensors = [
+            [self._tensor_of(run, memory) for run in runs] for runs, memory in zip(self.runs, buckets, strict=True)
+        ]
+        self.local = self._make_local(param_groups)
+        for run, tensor in self._pairs():
+            held = {piece: rest.pop(piece) for piece in run.pieces if piece in rest}
+            if held:
+                entry = join_in_run(run, held, tensor)
+                self.local.state[tensor] = on_device_of(tensor, entry, param_groups[self._group_of(run.pieces[0])])
+        self.parked = {piece: _own_memory(entry) for piece, entry in rest.items()}
+        parts = [[tensor for bucket in group for tensor in self._tensors[bucket]] for group in self._together]
+        self._parted = PartedOptimizer(self.local, parts, self._make)
+        self._parted.reload()
+
+    def _pairs(self) -> list[tuple[Run, torch.Tensor]]:
+        rows = zip(self.runs, self._tensors, strict=True)
+        return [pair for runs, tensors in rows for pair in zip(runs, tensors, strict=True)]
+
+    def _group_of(self, piece: Piece) -> int:
+        return self._plan.params[piece.param].group
+
+    def _may_join(self, piece: Piece, param_groups: ParamGroups) -> bool:
+        home = self._memory.homes[piece.param]
+        fused = param_groups[self._group_of(piece)].get("fused")
+        rounds_alike = home.is_cuda or (home.dtype in CUT_ANYWHERE and not fused)
+        return self._join and home.dim() > 0 and rounds_alike
+
+    def _tensor_of(self, run: Run, memory: BucketMemory) -> torch.Tensor:
+        """What the optimizer steps: a flat range, or a parameter in its own shape.
+
+        A scalar keeps its shape in any layout: its state then looks like that of the plain optimizer.
+        """
+        home = self._memory.homes[run.pieces[0].param]
+        whole = self._layout is Layout.WHOLE or home.dim() == 0
+        return (home if whole else memory.own[run.start : run.stop]).detach().requires_grad_()
+
+    def _make_local(self, param_groups: ParamGroups) -> Optimizer:
+        groups = [{key: value for key, value in g.items() if key != "param_names"} for g in param_groups]
+        pairs = self._pairs()
+        for number, group in enumerate(groups):
+            group["params"] = [tensor for run, tensor in pairs if self._group_of(run.pieces[0]) == number]
+        names = {tensor: self._plan.params[run.pieces[0].param].name for run, tensor in pairs}
+        return build(self._class, groups, self._defaults, names)
+
+    def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
+        make: Callable[..., Optimizer] = self._class
+        return make(groups, **self._defaults)
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def begin(self, param_groups: ParamGroups, used: Sequence[int]) -> None:
+        """A step begins; `used` are the parameters that have a gradient. Options are taken over as they are now."""
+        if not all(used) and any(len({used[p.param] for p in run.pieces}) > 1 for runs in self.runs for run in runs):
+            self._join = False
+            self.build(param_groups, self.entries())
+        self._parted.begin(param_groups)
+
+    def step(self, group: int, gradients_of: Callable[[int, Run], torch.Tensor | None]) -> None:
+        """Step the buckets of a group; `gradients_of` a run of a bucket are flat, or None."""
+        shaped = [
+            _like(gradients_of(bucket, run), tensor)
+            for bucket in self._together[group]
+            for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
+        ]
+        self._parted.step(group, shaped)
+
+    def end(self, param_groups: ParamGroups) -> None:
+        self._parted.end(param_groups)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def entries(self) -> dict[Piece, Entry]:
+        """The state of every piece that was stepped, also of frozen ones: views, where pieces share a tensor."""
+        live = {
+            piece: cut_from_run(entry, run, offset, piece.numel)
+            for run, tensor in self._pairs()
+            if (entry := self.local.state.get(tensor))
+            for piece, offset in zip(run.pieces, run.offsets, strict=True)
+        }
+        return {**self.parked, **live}
+
+
+def _like(gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor | None:
+    """In the shape of what is stepped."""
+    return gradient if gradient is None or tensor.dim() == 1 else dense_view(gradient, 0, tensor)
+
+
+def _own_memory(entry: Mapping[str, Any]) -> Entry:
+    """Not a view, which would keep the state of others alive."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in entry.items()}

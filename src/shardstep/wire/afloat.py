@@ -1,0 +1,30 @@
+"""Messages under way outlive whoever sent for them.
+
+Gloo stalls a connection for good when bytes arrive for a receive whose memory is gone. A program may drop an optimizer
+at any time, also when a step has raised half-way. So what is under way is held here until it was waited for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_afloat: set[Afloat] = set()
+
+
+class Afloat:
+    """Work of the backend, and the memory it uses."""
+
+    def __init__(self) -> None:
+        self.work: list[Any] = []
+        self._memory: list[Any] = []
+
+    def hold(self, *memory: Any) -> None:
+        """Before the first message that uses it."""
+        self._memory.extend(memory)
+        _afloat.add(self)
+
+    def wait(self) -> None:
+        for work in self.work:
+            work.wait()
+        self.work, self._memory = [], []
+        _afloat.discard(self)

@@ -1,0 +1,131 @@
+"""Ranks agree, or all of them raise the same error.
+
+An optimizer that refuses one parameter, a checkpoint read by one rank only, a layer frozen on one rank only: each of
+these used to end with one rank raising and the others waiting for it until the time-out. So whatever can fail or
+differ ends in one exchange of 33 bytes, after which every rank knows how every other rank fared. Only when something is
+wrong are there more, which carry the words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NoReturn
+
+from shardstep.wire.channel import Channel
+from shardstep.wire.records import Answer, open_poll
+
+_TEXT_NBYTES = 2048  # an error's text beyond this is cut before it is sent
+
+# Errors are sent as a name and a text, and made again from this list: nothing that a peer sent is ever executed.
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+}
+
+
+class Facts:
+    """Lines that must be the same on every rank, in the same order; the first that differs is what an error shows."""
+
+    def __init__(self, lines: Iterable[str] = ()) -> None:
+        self.text = "\n".join(lines)
+        self.digest = hashlib.sha256(self.text.encode()).digest()
+
+    def difference(self, reference: str) -> str:
+        """The first line that differs from another rank's text."""
+        pairs = zip_longest(self.text.split("\n"), reference.split("\n"), fillvalue="nothing more")
+        ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
+        return f"it has <{ours}> where rank 0 has <{theirs}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one rank brings to an agreement: how it fared, and what must be the same."""
+
+    action: str  # for the error message
+    failure: Exception | None
+    facts: Facts
+
+
+class Agreement:
+    """The agreement of every step: `claim` before its messages are sent, `finish` once they have arrived.
+
+    A rank that failed, or does not agree, takes part in the messages of the step as they were planned before, so that
+    nobody is left waiting, and raises in `finish`: as every rank does.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._poll = open_poll(channel, lambda record: "end a step")
+        self._claim = Claim("", None, Facts())
+        self.is_open = False  # claimed, and not yet finished
+
+    def claim(self, claim: Claim) -> None:
+        """How this rank fared."""
+        self._claim, self.is_open = claim, True
+        self._poll.ask(bytes([claim.failure is not None]) + claim.facts.digest)
+
+    def finish(self) -> None:
+        """Raise if a rank failed, or if the ranks do not hold the same facts."""
+        assert self.is_open, "finish follows claim"
+        self.is_open = False
+        claim, answer = self._claim, self._poll.answer()
+        if answer.any[0]:
+            self._raise_failures(claim, answer)
+        if not answer.equal:
+            self._raise_difference(claim)
+
+    def _raise_failures(self, claim: Claim, answer: Answer) -> NoReturn:
+        """Some ranks failed: everyone raises what the first of them raised."""
+        own = "" if claim.failure is None else _error_text(claim.failure)
+        failed = [rank for rank, record in enumerate(answer.rows()) if record[0]]
+        text = self._text_of(own, failed[0])
+        alike = not self._ask(bytes([own != text])).any[0]
+        if claim.failure is not None and alike:
+            raise claim.failure  # the same mistake on every rank: nothing to add
+        name, message = json.loads(text)
+        kind = _ERRORS.get(name, RuntimeError)
+        prefix = "" if name in _ERRORS else f"{name}: "
+        others = f" (failed on ranks {failed})" if len(failed) > 1 else ""
+        raise kind(f"{claim.action} failed on rank {failed[0]}{others}: {prefix}{message}") from claim.failure
+
+    def _raise_difference(self, claim: Claim) -> NoReturn:
+        """No rank failed, but they do not hold the same: everyone raises the first difference to rank 0."""
+        reference = self._text_of(claim.facts.text, 0)
+        own = "" if claim.facts.text == reference else _brief(claim.facts.difference(reference))
+        odd = [rank for rank, record in enumerate(self._ask(bytes([own != ""])).rows()) if record[0]]
+        raise RuntimeError(
+            f"{claim.action}: the ranks do not agree. Rank {odd[0]}: {self._text_of(own, odd[0])}. "
+            f"Ranks that differ from rank 0: {odd}. Give every rank the same, in the same order"
+        )
+
+    def _text_of(self, own: str, source: int) -> str:
+        """A text of rank `source`, on every rank: the others add nothing to it."""
+        packed = own.encode() if self._channel.rank == source else b""
+        size = int.from_bytes(self._ask(len(packed).to_bytes(8, "big")).any, "big")
+        return self._ask(packed.ljust(size, b"\0")).any.decode() if size else ""
+
+    def _ask(self, record: bytes) -> Answer:
+        # A question of its own: records of one question have one length, and these are asked once.
+        poll = open_poll(self._channel, lambda record: "raise an error")
+        poll.ask(record)
+        return poll.answer()
+
+
+def agree(channel: Channel, claim: Claim) -> None:
+    """Return on every rank, or raise the same error on every rank."""
+    agreement = Agreement(channel)
+    agreement.claim(claim)
+    agreement.finish()
+
+
+def _error_text(error: Exception) -> str:
+    return json.dumps([type(error).__name__, _brief(str(error))], ensure_ascii=False)
+
+
+def _brief(text: str) -> str:
+    packed = text.encode(errors="replace")
+    return text if len(packed) <= _TEXT_NBYTES else packed[:_TEXT_NBYTES].decode(errors="ignore") + "..."

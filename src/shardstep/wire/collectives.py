@@ -1,0 +1,310 @@
+"""NCCL and every other backend of collectives: one reduce-scatter and one all-gather for a bucket, at any number of
+ranks.
+
+Everything is enqueued on a stream of its own (lane.py); no host ever waits for a device here. Collectives are told
+apart by their order alone, so two optimizers of one group must not share a communicator: in one backward pass ranks may
+fill their buckets in different orders, and the gradients of one would land in the other (choose.py).
+
+[Note: buckets] A call costs the host 45 to 60 microseconds, and links are used best by tens of megabytes. So a bucket
+has 40 MB, or a sixty-fourth of the model if that is more, up to 128 MB: a step makes at most about a hundred gathers,
+and the three buckets that may be in memory beside the model are a twentieth of a large one.
+
+[Note: uneven ranges] Whole matrices cannot be cut into equal ranges, and padded to equal ones a GPT over 8 ranks would
+send four times its bytes. So they go by one broadcast, or one reduction, from or to each rank that holds something, all
+in one launch of the backend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardstep.planning import Bucket, EqualRanges
+from shardstep.wire.channel import Channel
+from shardstep.wire.lane import Lane, Trip
+from shardstep.wire.tensors import IN_PLACE_NBYTES, as_bytes, broadcast_tensors
+from shardstep.wire.transport import Check, Gather, HolderReduction, Memory, Message, Parts, Reduction
+
+BUCKET_MB, MOST_BUCKET_MB, BUCKETS = 40.0, 128.0, 64
+STEPPED_TOGETHER = 4  # groups of buckets: the first is on its way while the others are stepped
+SLOTS = 2  # buckets being reduced; with the one that fills there are three in memory
+
+# The names of 2.13, which warns about those that 2.11 has.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collectives:
+    """The transport of NCCL. `group` is a communicator that no other optimizer uses."""
+
+    tells_first = False
+    part_nbytes = math.inf
+
+    def __init__(self, channel: Channel, group: Any, device: torch.device, *, ordered_sums: bool) -> None:
+        self._channel, self._group, self._ordered = channel, group, ordered_sums
+        self._lane = Lane(device)
+        self._largest = 0
+
+    @property
+    def in_flight_nbytes(self) -> float:
+        return SLOTS * self._largest
+
+    def before_waiting(self, check: Check) -> None:
+        """Nothing here makes a host wait: all that could was checked before it was enqueued."""
+
+    def packs_by_rank(self, bucket: Bucket) -> bool:
+        del bucket
+        return False
+
+    def reductions(
+        self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None
+    ) -> Sequence[Reduction]:
+        self._largest = max((bucket.values.nbytes for bucket in memory), default=0)
+        reduce = self._ordered_mean if self._ordered else self._mean
+        return [
+            CollectiveReduction(self._lane, bucket, number, shard_of, wire_dtype, reduce)
+            for number, bucket in enumerate(memory)
+        ]
+
+    def _mean(self, mean: torch.Tensor, packed: torch.Tensor, bucket: Bucket) -> None:
+        """Into `mean` the mean of this rank's range; the sum is the backend's own."""
+        mean, packed = _real(mean), _real(packed)
+        if isinstance(bucket.ranges, EqualRanges):
+            _reduce_scatter(mean, packed, op=dist.ReduceOp.AVG, group=self._group)
+            return
+        scale = len(packed) // max(bucket.numel, 1)
+        bounds = [bucket.ranges.bounds(rank) for rank in range(self._channel.world_size)]
+        parts = [packed[low * scale : high * scale] for low, high in bounds]
+        with self._one_launch(packed.device):
+            for rank, part in enumerate(parts):
+                if part.numel():
+                    dist.reduce(part, group=self._group, group_dst=rank, op=dist.ReduceOp.AVG)
+        mean.copy_(parts[self._channel.rank])
+
+    def _ordered_mean(self, mean: torch.Tensor, packed: torch.Tensor, bucket: Bucket) -> None:
+        """The same, summed in rank order and in float32 at least: the bits depend on the ranks' gradients alone."""
+        count, own = self._channel.world_size, len(mean)
+        bounds = [bucket.ranges.bounds(rank) for rank in range(count)]
+        landing = packed.new_empty(count * own)
+        dist.all_to_all_single(
+            as_bytes(landing),
+            as_bytes(packed),
+            [own * packed.element_size()] * count,
+            [(high - low) * packed.element_size() for low, high in bounds],
+            group=self._group,
+        )
+        wide = torch.promote_types(packed.dtype, torch.float32)
+        total = landing[:own].to(wide, copy=True)
+        for rank in range(1, count):
+            total += landing[rank * own : (rank + 1) * own]
+        mean.copy_(total.div_(count))
+
+    def _one_launch(self, device: torch.device) -> Any:
+        """Calls inside go to the backend together."""
+        together = getattr(dist.distributed_c10d, "_coalescing_manager", None)
+        if together is None or self._channel.backends.get(device.type) != "nccl":
+            return nullcontext()
+        return together(self._group, device)
+
+    def add_up(self, values: torch.Tensor, *, highest: bool = False) -> torch.Tensor:
+        total = values.clone()
+        with self._lane.trip(total) as trip:
+            dist.all_reduce(total, op=dist.ReduceOp.MAX if highest else dist.ReduceOp.SUM, group=self._group)
+        trip.join()
+        return total
+
+    def bucket_nbytes(self, total: int) -> float:
+        return max(BUCKET_MB * 1e6, min(MOST_BUCKET_MB * 1e6, total / BUCKETS))
+
+    def in_place_nbytes(self, device: torch.device) -> float:
+        del device
+        return IN_PLACE_NBYTES
+
+    def step_order(self, buckets: int) -> list[list[int]]:
+        """From the last to the first, which the next forward needs first; a few at a time, for few launches."""
+        order = list(range(buckets))[::-1]
+        cuts = [round(part * buckets / STEPPED_TOGETHER) for part in range(STEPPED_TOGETHER + 1)]
+        return [order[start:stop] for start, stop in pairwise(cuts) if start < stop]
+
+    def range_gathers(self, memory: Sequence[Memory], *, ring: bool) -> Sequence[Gather]:
+        del ring
+        return [RangeGather(self._lane, bucket, self._gather_ranges) for bucket in memory]
+
+    def _gather_ranges(self, bucket: Memory) -> None:
+        if isinstance(bucket.bucket.ranges, EqualRanges):
+            _all_gather(as_bytes(bucket.values), as_bytes(bucket.own), group=self._group)
+            return
+        ranges = [bucket.range_of(rank) for rank in range(self._channel.world_size)]
+        self._broadcast_each([(rank, values) for rank, values in enumerate(ranges) if values.numel()])
+
+    def _broadcast_each(self, values: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """From each rank what it holds, in one launch."""
+        if values:
+            with self._one_launch(values[0][1].device):
+                for source, tensor in values:
+                    dist.broadcast(as_bytes(tensor), group=self._group, group_src=source)
+
+    def message_gathers(self, buckets: Sequence[tuple[torch.device, Sequence[Sequence[Message]]]]) -> Sequence[Gather]:
+        return [MessageGather(self._lane, rows, self._channel.rank, self._broadcast_each) for _, rows in buckets]
+
+    def holder_reduction(self, device: torch.device) -> HolderReduction:
+        in_order = self._channel.backends.get(device.type) == "nccl"
+        return OrderedReduction(self._group) if in_order else UnorderedReduction(self._group)
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        broadcast_tensors(self._channel, tensors, source=0)
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs: a sum of pairs is a pair of sums, and backends know no complex numbers."""
+    return torch.view_as_real(values).view(-1) if values.is_complex() else values
+
+
+Reduce = Callable[[torch.Tensor, torch.Tensor, Bucket], None]
+
+
+class CollectiveReduction:
+    """One bucket: packed by the computing stream, reduced beside it."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        memory: Memory,
+        number: int,
+        shard_of: Callable[[int], torch.Tensor],
+        wire_dtype: torch.dtype | None,
+        reduce: Reduce,
+    ) -> None:
+        self._lane, self._memory, self._number = lane, memory, number
+        self._shard_of, self._wire_dtype, self._reduce = shard_of, wire_dtype, reduce
+        self._trip: Trip | None = None
+
+    @torch.no_grad()
+    def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
+        del places  # the whole bucket is one part
+        shard = self._shard_of(self._number) if earlier is None else earlier
+        if not parts[0]:
+            return shard
+        packed = parts[0][0] if self._wire_dtype is None else parts[0][0].to(self._wire_dtype)
+        straight = earlier is None and packed.dtype is shard.dtype
+        mean = shard if straight else packed.new_empty(len(shard))
+        with self._lane.trip(packed, mean) as self._trip:
+            self._reduce(mean, packed, self._memory.bucket)
+            if earlier is not None:
+                shard.add_(mean)
+            elif not straight:
+                shard.copy_(mean)
+        return shard
+
+    def land(self) -> None:
+        if self._trip is not None:
+            self._trip.join()
+            self._trip = None
+
+
+class RangeGather:
+    """One bucket, gathered where it lies."""
+
+    hops = 0
+
+    def __init__(self, lane: Lane, memory: Memory, gather: Callable[[Memory], None]) -> None:
+        self._lane, self._memory, self._gather = lane, memory, gather
+        self._trip: Trip | None = None
+
+    def expect(self) -> None:
+        """A collective is one call on all ranks."""
+
+    def send(self) -> None:
+        if self._memory.values.numel():
+            with self._lane.trip() as self._trip:
+                self._gather(self._memory)
+
+    def pass_on(self, distance: int) -> None:
+        """The backend does."""
+
+    def finish(self) -> None:
+        if self._trip is not None:
+            self._trip.join()
+            self._trip = None
+
+
+class MessageGather:
+    """Messages of whole parameters: all that lie where they are received in one launch, and the packed ones behind."""
+
+    hops = 0
+
+    def __init__(
+        self,
+        lane: Lane,
+        messages: Sequence[Sequence[Message]],
+        rank: int,
+        broadcast_each: Callable[[Sequence[tuple[int, torch.Tensor]]], None],
+    ) -> None:
+        self._lane, self._rank, self._broadcast_each = lane, rank, broadcast_each
+        self._messages = [(source, message) for source, row in enumerate(messages) for message in row if message.nbytes]
+        self._arriving: list[tuple[Message, torch.Tensor]] = []
+        self._trip: Trip | None = None
+
+    def expect(self) -> None:
+        """A collective is one call on all ranks."""
+
+    def send(self) -> None:
+        values: list[tuple[int, torch.Tensor]] = []
+        for source, message in self._messages:
+            own = source == self._rank
+            values.append((source, message.outgoing() if own else message.landing()))
+            if not own:
+                self._arriving.append((message, values[-1][1]))
+        with self._lane.trip(*(tensor for _, tensor in values)) as self._trip:
+            self._broadcast_each(values)
+
+    def pass_on(self, distance: int) -> None:
+        """The backend does."""
+
+    def finish(self) -> None:
+        if self._trip is not None:
+            self._trip.join()
+            self._trip = None
+        for message, values in self._arriving:
+            message.landed(values)
+        self._arriving = []
+
+
+class OrderedReduction:
+    """DDP's buckets with a backend that runs reductions in the order in which they are issued: the last ends last."""
+
+    hops = None
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def begin(self, bucket: int, parts: Sequence[torch.Tensor], last: bool) -> torch.futures.Future[Any]:
+        del bucket, last
+        return _reduce_to_holders(parts, self._group)[-1]
+
+
+class UnorderedReduction:
+    """The same with any other backend: Gloo runs several reductions at a time, and the last may end first."""
+
+    hops = None
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def begin(self, bucket: int, parts: Sequence[torch.Tensor], last: bool) -> torch.futures.Future[Any]:
+        del bucket, last
+        return torch.futures.collect_all(_reduce_to_holders(parts, self._group))
+
+
+def _reduce_to_holders(parts: Sequence[torch.Tensor], group: Any) -> list[torch.futures.Future[Any]]:
+    return [
+        dist.reduce(part, group=group, group_dst=rank, async_op=True).get_future()
+        for rank, part in enumerate(parts)
+        if part.numel()
+    ]

@@ -1,0 +1,174 @@
+"""What hosts have to say to each other beside an accelerator's backend: small, combined, and never through a device.
+
+[Note: hosts wait for hosts] A host that reads a device's answer waits for everything the device was given before. So
+who had a gradient, whose turn it is and whether all agree goes between the hosts' processes, by Gloo groups of our own.
+Gloo connects every member of a group with every other; so a group has at most FAN members, and above it is a group of
+their first members, and so on: each rank has a few dozen connections, among 16 ranks or 16,384. What is told is
+combined on the way (the highest and the lowest of every byte), so that a rank sends as much at any number of ranks.
+
+[Note: together] Several questions may be open at a time, and ranks that have gone apart ask different ones. So nothing
+is sent when a question is asked. When the first answer is needed, all that is open goes in one message of fixed size,
+with a digest of what is being asked: if ranks ask different things, all of them see it, and all of them raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FAN = 32  # members of one Gloo group
+_FRAME = 128  # bytes of the message that goes in any case
+_SHORT = 48  # records up to this size go in it; of longer ones it says whether they have changed
+_WORDS = 96  # bytes of what a rank says it is doing, when the ranks have gone apart
+
+
+class RanksApartError(RuntimeError):
+    """The ranks ask each other different things: they are at different places of the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """What all ranks' records have in common: byte for byte the highest and the lowest."""
+
+    highest: bytes
+    lowest: bytes
+
+
+class Hosts:
+    """The hosts of one process group. `levels`: the groups this rank is in, from the nearest up."""
+
+    def __init__(self, rank: int, world_size: int, levels: Sequence[Any]) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._levels = levels
+        self._questions = 0
+        self._open: dict[int, tuple[bytes, str]] = {}  # by question: the record, and what this rank is doing
+        self._answers: dict[int, Combined] = {}
+        self._long: dict[int, tuple[bytes, Combined]] = {}  # of long records: the last one, and what came of it
+
+    def new_question(self) -> int:
+        """All ranks make them in the same order, so they count alike."""
+        self._questions += 1
+        return self._questions
+
+    def ask(self, question: int, record: bytes, doing: str) -> None:
+        """Records of one question have one length. Asked again before it is answered, the last counts."""
+        self._answers.pop(question, None)
+        self._open[question] = (record, doing)
+
+    def forget(self, question: int) -> None:
+        self._open.pop(question, None)
+        self._answers.pop(question, None)
+
+    def answer(self, question: int) -> Combined:
+        if question not in self._answers and question not in self._open:
+            raise RanksApartError("what this rank asked was lost when the ranks went apart")
+        if question not in self._answers:
+            self._exchange()
+        return self._answers.pop(question)
+
+    def rows(self, record: bytes) -> list[bytes]:
+        """The record of every rank: for errors, because it is as long as there are ranks. Called by all ranks."""
+        size = len(record)
+        everyone = bytearray(size * self.world_size)
+        everyone[self.rank * size : (self.rank + 1) * size] = record
+        together = self.combine(bytes(everyone)).highest
+        return [together[start : start + size] for start in range(0, len(together), size)]
+
+    def combine(self, record: bytes) -> Combined:
+        """Byte for byte the highest and the lowest of all ranks; of the same length on every rank."""
+        own = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        values = torch.cat([own, ~own])
+        *below, top = self._levels
+        for group in below:
+            dist.reduce(values, op=dist.ReduceOp.MAX, group=group, group_dst=0)
+            if dist.get_rank(group) != 0:
+                break
+        else:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=top)
+        for group in reversed(below):
+            dist.broadcast(values, group=group, group_src=0)
+        high, low = values[: len(own)], ~values[len(own) :]
+        return Combined(high.numpy().tobytes(), low.numpy().tobytes())
+
+    def _exchange(self) -> None:
+        asked, self._open = sorted(self._open.items()), {}
+        shape = repr([(question, len(record)) for question, (record, _) in asked]).encode()
+        parts = [record if len(record) <= _SHORT else self._news(question, record) for question, (record, _) in asked]
+        frame = hashlib.blake2b(shape, digest_size=8).digest() + b"".join(parts)
+        assert len(frame) <= _FRAME, "more short records are open at a time than was thought of"
+        came = self.combine(frame.ljust(_FRAME, b"\0"))
+        if came.highest[:8] != came.lowest[:8]:
+            self._raise_apart([doing for _, (_, doing) in asked])
+        changed = []
+        place = 8
+        for (question, (record, _)), part in zip(asked, parts, strict=True):
+            span = slice(place, place + len(part))
+            place += len(part)
+            if len(record) <= _SHORT:
+                self._answers[question] = Combined(came.highest[span], came.lowest[span])
+            elif came.highest[span] == b"\0":  # as last time on every rank: so is the answer
+                self._answers[question] = self._long[question][1]
+            else:
+                changed.append((question, record))
+        self._exchange_long(changed)
+
+    def _news(self, question: int, record: bytes) -> bytes:
+        return bytes([question not in self._long or self._long[question][0] != record])
+
+    def _exchange_long(self, changed: Sequence[tuple[int, bytes]]) -> None:
+        if not changed:
+            return
+        came = self.combine(b"".join(record for _, record in changed))
+        place = 0
+        for question, record in changed:
+            span = slice(place, place + len(record))
+            place += len(record)
+            self._answers[question] = Combined(came.highest[span], came.lowest[span])
+            self._long[question] = (record, self._answers[question])
+
+    def _raise_apart(self, doing: Sequence[str]) -> None:
+        own = (doing[-1] if doing else "wait").encode()[:_WORDS].ljust(_WORDS, b"\0")
+        words = [row.rstrip(b"\0").decode(errors="ignore") for row in self.rows(own)]
+        raise RanksApartError(describe_apart(words))
+
+
+def describe_apart(words: Sequence[str]) -> str:
+    """Which ranks do what, from what each of them does."""
+    return "; ".join(
+        f"ranks {[rank for rank, other in enumerate(words) if other == text]} {text}" for text in sorted(set(words))
+    )
+
+
+_known: dict[str, tuple[Any, Hosts]] = {}  # by name; another group may have had it before
+
+
+def hosts_of(group: Any, backends: dict[str, str]) -> Hosts:
+    """The hosts of a process group; made once, on all of its ranks."""
+    name = group.group_name
+    if name not in _known or _known[name][0] is not group:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        if backends.get("cpu", "gloo") != "gloo":  # it takes the hosts' own tensors, and is not Gloo: it will do
+            levels: list[Any] = [group]
+        else:
+            levels = _make_levels(dist.get_process_group_ranks(group), rank)
+        _known[name] = (group, Hosts(rank, world_size, levels))
+    return _known[name][1]
+
+
+def _make_levels(global_ranks: Sequence[int], rank: int) -> list[Any]:
+    """Groups of FAN neighbours, then of the first of each FAN, until one group is all: those that `rank` is in."""
+    levels: list[Any] = []
+    members = list(range(len(global_ranks)))
+    while rank in members:
+        place = members.index(rank) // FAN * FAN
+        nearest = [global_ranks[member] for member in members[place : place + FAN]]
+        levels.append(dist.new_group(nearest, backend="gloo", use_local_synchronization=True))
+        if len(members) <= FAN:
+            break
+        members = members[::FAN]
+    return levels

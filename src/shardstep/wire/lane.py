@@ -1,0 +1,56 @@
+"""A stream of its own for communication, beside the one that computes.
+
+[Note: memory and streams] torch's allocator gives memory back to the stream it was taken on, as soon as the last
+reference goes: it does not know that another stream still reads it. `record_stream` would tell it, and then keep the
+memory until some later call finds that stream done, so that reserved memory grows. Here every tensor is taken and given
+back on the computing stream, and a reference is held until that stream has been made to wait for the communication that
+uses it (`Trip.join`). What is enqueued after that, and may get the same memory, runs after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Lane:
+    """The communication stream of a device; on the CPU, where everything is done when a call returns, none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        # Of high priority: its kernels are few and short of work, and others wait for them.
+        self._stream: Any = None if self._streams is None else self._streams.Stream(device=device, priority=-1)
+
+    @contextmanager
+    def trip(self, *kept: torch.Tensor) -> Iterator[Trip]:
+        """Inside, what is enqueued runs behind what was enqueued so far; `kept` lives until the trip is joined."""
+        trip = Trip(self._streams, kept)
+        if self._stream is None:
+            with nullcontext():
+                yield trip
+            return
+        self._stream.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._stream):
+            yield trip
+            trip.end()
+
+
+class Trip:
+    """Communication that was enqueued, and the memory it must not lose."""
+
+    def __init__(self, streams: Any, kept: tuple[torch.Tensor, ...]) -> None:
+        self._streams = streams
+        self._kept: Any = kept
+        self._done: Any = None
+
+    def end(self) -> None:
+        self._done = self._streams.current_stream().record_event()
+
+    def join(self) -> None:
+        """What is enqueued from now on runs behind it. The host does not wait."""
+        if self._done is not None:
+            self._streams.current_stream().wait_event(self._done)
+        self._done, self._kept = None, None

@@ -1,0 +1,189 @@
+"""The seam: how gradients come to the ranks that hold them, and parameters back to everyone.
+
+A transport is chosen once, when an optimizer is built (choose.py). Nothing above knows which one it has: what differs
+between backends is asked of it, as a size or an order, and never as a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from shardstep.planning import Bucket
+
+Parts = Sequence[torch.Tensor]
+Check = Callable[[], None]
+
+
+class Memory(Protocol):
+    """One bucket of a plan, and where its values lie."""
+
+    @property
+    def bucket(self) -> Bucket: ...
+    @property
+    def values(self) -> torch.Tensor:
+        """Flat, of all ranks; what lies between two parameters is no one's, and travels too."""
+
+    @property
+    def own(self) -> torch.Tensor:
+        """This rank's range of it."""
+
+    def range_of(self, rank: int) -> torch.Tensor: ...
+
+
+class Message(Protocol):
+    """Parameters of one rank that travel together."""
+
+    nbytes: int
+    needs_memory: bool  # whether `landing` takes memory that the parameters do not have already
+
+    def prepare(self) -> None:
+        """Called on every rank before every step; may raise, the other methods do not."""
+
+    def outgoing(self) -> torch.Tensor:
+        """Their values as one flat tensor; called on the rank that holds them."""
+
+    def landing(self) -> torch.Tensor:
+        """Where the values may be received."""
+
+    def landed(self, values: torch.Tensor) -> None:
+        """The values have arrived in what `landing` returned."""
+
+
+class Gather(Protocol):
+    """Gives every rank the parameters of every rank; made once for a plan and used at every step, in this order."""
+
+    def expect(self) -> None:
+        """Other ranks' parameters may be written from now on."""
+
+    def send(self) -> None:
+        """This rank's parameters are final."""
+
+    hops: int  # how many ranks a message may pass through
+
+    def pass_on(self, distance: int) -> None:
+        """Pass on what comes to this rank for others, from the rank that is so far behind it in the ring."""
+
+    def finish(self) -> None:
+        """Everything that is done from now on finds the new parameters: the stream waits, where there is one."""
+
+
+class Reduction(Protocol):
+    """Brings the mean of all ranks' gradients of one bucket to the ranks that hold it; used in every pass."""
+
+    def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
+        """`parts[r]` are for rank r, or `parts[0]` for all (`packs_by_rank`); they must not change before `land`.
+
+        `places` are those of this rank's own parts in its range. Returns this rank's range of the mean, which is there
+        after `land`; what is in `earlier` is added to it, and it is that memory.
+        """
+
+    def land(self) -> None:
+        """Everything that is done from now on finds the mean; what was sent may be overwritten."""
+
+
+class HolderReduction(Protocol):
+    """Brings the sum of a bucket's parts to the ranks that hold them, while backward goes on; for DDP's buckets."""
+
+    @property
+    def hops(self) -> int | None:
+        """Buckets that go out until one has arrived; None: it arrives when its future says so."""
+
+    def begin(self, bucket: int, parts: Sequence[torch.Tensor], last: bool) -> torch.futures.Future[Any]:
+        """`parts[r]` is for rank r; this rank's own is overwritten with the sum."""
+
+
+class Transport(Protocol):
+    """The only sender. All ranks call it in the same order: see [Note: order] in channel.py."""
+
+    def before_waiting(self, check: Check) -> None:
+        """`check` is called before the host waits for what other ranks send only if they do what this one does."""
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    tells_first: bool  # whether the record of a pass goes before its last buckets, or after all of them
+
+    @property
+    def part_nbytes(self) -> float:
+        """A gradient from this size on is sent from its own memory, smaller neighbours are joined."""
+
+    @property
+    def in_flight_nbytes(self) -> float:
+        """Beyond this, the oldest bucket lands before the next one is sent."""
+
+    def packs_by_rank(self, bucket: Bucket) -> bool:
+        """Whether gradients are packed for each rank by itself, or the whole bucket at once."""
+
+    def reductions(
+        self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None
+    ) -> Sequence[Reduction]:
+        """One for each bucket. `shard_of(b)` is memory for this rank's range of the mean."""
+
+    def add_up(self, values: torch.Tensor, *, highest: bool = False) -> torch.Tensor:
+        """The sum (or the highest) of a few numbers of every rank; where they are, and the same on every rank."""
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def bucket_nbytes(self, total: int) -> float:
+        """What should travel together of a model of so many bytes."""
+
+    def in_place_nbytes(self, device: torch.device) -> float:
+        """Parameters from this size on travel from and to where they lie; smaller ones share a message."""
+
+    def step_order(self, buckets: int) -> list[list[int]]:
+        """Buckets that are stepped together, and then sent; in this order."""
+
+    def range_gathers(self, memory: Sequence[Memory], *, ring: bool) -> Sequence[Gather]:
+        """One for each bucket; none at all if there is nobody to gather from.
+
+        Without `ring` ranks may finish when each likes, and none waits for another to pass something on.
+        """
+
+    def message_gathers(self, buckets: Sequence[tuple[torch.device, Sequence[Sequence[Message]]]]) -> Sequence[Gather]:
+        """One for each bucket: the device of its parameters, and the messages of each rank."""
+
+    def holder_reduction(self, device: torch.device) -> HolderReduction: ...
+
+    # -- occasional tensors -------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give every rank the values of the first, in place."""
+
+
+def finish_gathers(gathers: Sequence[Gather]) -> None:
+    """Return when everything has arrived. Passed on first, and in the order in which it comes: the rank before this one
+    sends its own parts of all gathers, then those of the rank before it, and so on."""
+    for distance in range(1, max((gather.hops for gather in gathers), default=0) + 1):
+        for gather in gathers:
+            gather.pass_on(distance)
+    for gather in gathers:
+        gather.finish()
+
+
+class RangeMessage:
+    """One rank's range of a bucket, sent and received where it lies; a `Message`."""
+
+    needs_memory = False
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+        self.nbytes = values.nbytes
+
+    def prepare(self) -> None:
+        """Nothing can go wrong here."""
+
+    def outgoing(self) -> torch.Tensor:
+        return self._values
+
+    def landing(self) -> torch.Tensor:
+        return self._values
+
+    def landed(self, values: torch.Tensor) -> None:
+        """The parameters are views of it."""
+
+
+def in_order(buckets: int) -> list[list[int]]:
+    """One bucket is on its way while the next is stepped."""
+    return [[bucket] for bucket in range(buckets)]
