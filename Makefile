@@ -1,17 +1,26 @@
 # make demo: train a small GPT on two ranks, with DDP + AdamW and with shardstep.   make test: the tests.
+# make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make check: formatting, lint, types, then the tests.   Everything lives in .venv; nothing is installed twice.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check lint bench clean
+.PHONY: demo test test-gpu check lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Nothing is installed for it: the interpreter with CUDA has what it needs, and its torch is not the one that is pinned.
+GPU_PYTHON ?= python3
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+bench-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
 
 check: lint test
 
@@ -26,6 +35,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overlap.py
 	$(BIN)/python benchmarks/fast_lane.py
 	$(BIN)/python benchmarks/host_work.py
+	$(BIN)/python benchmarks/scale.py
 
 # The stamp is newer than what it was made from: an edited requirements.txt or pyproject.toml installs again, nothing else does.
 $(READY): requirements.txt pyproject.toml

@@ -188,6 +188,7 @@ class Engine:
 
     def take_turn(self, turn: Turn, groups: ParamGroups, *, waits: bool = True) -> None:
         """Before anything is done with gradients: `turn` says what, and `waits` whether it waits for other ranks."""
+        self._turns.raise_if_apart()
         try:
             late = self.gradients.settle(turn if waits else None)
         except RuntimeError as error:

@@ -137,7 +137,7 @@ class GradientPass:
         self._nbytes = [bucket.values.nbytes for bucket in memory.buckets]
         self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory)
         self._reductions = transport.reductions(memory.buckets, self._memory.of, wire_dtype)
-        self._poll = open_poll(channel, lambda record: "wait for gradients")
+        self._poll = open_poll(channel)
         self._lock = Lock()  # autograd calls from one thread for each device
         self.phase = Phase.RESTING
         self._packed: dict[int, list[Parts]] = {}  # while ENDING: what is still to be sent

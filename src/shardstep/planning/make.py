@@ -30,8 +30,8 @@ def make_plan(
 
     `holders[i]` is the rank that holds parameter i, where that was decided elsewhere (by DDP's buckets); WHOLE only.
     `bucket_numel` bounds what travels together (None: one bucket per dtype and device), but for the padding to equal
-    ranges; a WHOLE parameter larger than that travels alone, a FLAT one in several buckets. Parameters begin at multiples of `alignment` elements, and FLAT
-    cuts them at multiples of it.
+    ranges; a WHOLE parameter larger than that travels alone, a FLAT one in several buckets. Parameters begin at
+    multiples of `alignment` elements, and FLAT cuts them at multiples of it.
     """
     if world_size < 1 or alignment < 1 or (bucket_numel is not None and bucket_numel < 1):
         raise ValueError(

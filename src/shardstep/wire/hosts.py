@@ -40,11 +40,11 @@ class Combined:
 
 
 class Hosts:
-    """The hosts of one process group. `levels`: the groups this rank is in, from the nearest up."""
+    """The hosts of one process group: the groups `below` the top that this rank is in, and the `top` if it is in it."""
 
-    def __init__(self, rank: int, world_size: int, levels: Sequence[Any]) -> None:
+    def __init__(self, rank: int, world_size: int, below: Sequence[Any], top: Any | None) -> None:
         self.rank, self.world_size = rank, world_size
-        self._levels = levels
+        self._below, self._top = below, top
         self._questions = 0
         self._open: dict[int, tuple[bytes, str]] = {}  # by question: the record, and what this rank is doing
         self._answers: dict[int, Combined] = {}
@@ -83,14 +83,11 @@ class Hosts:
         """Byte for byte the highest and the lowest of all ranks; of the same length on every rank."""
         own = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         values = torch.cat([own, ~own])
-        *below, top = self._levels
-        for group in below:
+        for group in self._below:
             dist.reduce(values, op=dist.ReduceOp.MAX, group=group, group_dst=0)
-            if dist.get_rank(group) != 0:
-                break
-        else:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=top)
-        for group in reversed(below):
+        if self._top is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._top)
+        for group in reversed(self._below):
             dist.broadcast(values, group=group, group_src=0)
         high, low = values[: len(own)], ~values[len(own) :]
         return Combined(high.numpy().tobytes(), low.numpy().tobytes())
@@ -132,7 +129,8 @@ class Hosts:
             self._long[question] = (record, self._answers[question])
 
     def _raise_apart(self, doing: Sequence[str]) -> None:
-        own = (doing[-1] if doing else "wait").encode()[:_WORDS].ljust(_WORDS, b"\0")
+        told = [words for words in doing if words] or ["do something else"]
+        own = told[-1].encode()[:_WORDS].ljust(_WORDS, b"\0")
         words = [row.rstrip(b"\0").decode(errors="ignore") for row in self.rows(own)]
         raise RanksApartError(describe_apart(words))
 
@@ -153,22 +151,24 @@ def hosts_of(group: Any, backends: dict[str, str]) -> Hosts:
     if name not in _known or _known[name][0] is not group:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if backends.get("cpu", "gloo") != "gloo":  # it takes the hosts' own tensors, and is not Gloo: it will do
-            levels: list[Any] = [group]
+            below: list[Any] = []
+            top: Any | None = group
         else:
-            levels = _make_levels(dist.get_process_group_ranks(group), rank)
-        _known[name] = (group, Hosts(rank, world_size, levels))
+            below, top = _make_levels(dist.get_process_group_ranks(group), rank)
+        _known[name] = (group, Hosts(rank, world_size, below, top))
     return _known[name][1]
 
 
-def _make_levels(global_ranks: Sequence[int], rank: int) -> list[Any]:
+def _make_levels(global_ranks: Sequence[int], rank: int) -> tuple[list[Any], Any | None]:
     """Groups of FAN neighbours, then of the first of each FAN, until one group is all: those that `rank` is in."""
-    levels: list[Any] = []
+    below: list[Any] = []
     members = list(range(len(global_ranks)))
     while rank in members:
         place = members.index(rank) // FAN * FAN
         nearest = [global_ranks[member] for member in members[place : place + FAN]]
-        levels.append(dist.new_group(nearest, backend="gloo", use_local_synchronization=True))
+        group = dist.new_group(nearest, backend="gloo", use_local_synchronization=True)
         if len(members) <= FAN:
-            break
+            return below, group
+        below.append(group)
         members = members[::FAN]
-    return levels
+    return below, None

@@ -44,8 +44,8 @@ class Poll(Protocol):
         """The answer is not wanted any more. Where records were sent already, theirs are waited for."""
 
 
-def open_poll(channel: Channel, words: Words = lambda record: "wait for others") -> Poll:
-    """Made on all ranks in the same order."""
+def open_poll(channel: Channel, words: Words = lambda record: "") -> Poll:
+    """Made on all ranks in the same order. `words` are for an error: what a rank with this record is about to do."""
     if channel.world_size == 1:
         return _Soliloquy()
     return DirectPoll(channel) if channel.hosts is None else _HostPoll(channel.hosts, words)

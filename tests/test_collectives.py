@@ -1,0 +1,278 @@
+"""The transport of NCCL, on Gloo's collectives: the same promises, few calls, small combined records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import shardstep
+from as_collectives import by_collectives, open_for_collectives
+from fast_lane_training import (
+    SMALL_BUCKETS,
+    Breaks,
+    Matrices,
+    Net,
+    Normed,
+    assert_trains_like_ddp,
+    batch,
+    loss_of,
+)
+from shardstep import Layout, ShardConfig
+from shardstep.wire import choose, hosts
+from shardstep.wire.collectives import Collectives
+from shardstep.wire.hosts import hosts_of
+from shardstep.wire.records import open_poll
+from test_turns import goes_apart, steps
+from training import assert_ranks_equal, raised
+
+CONFIGS = {
+    "flat": ShardConfig(bucket_mb=SMALL_BUCKETS),
+    "whole": ShardConfig(bucket_mb=SMALL_BUCKETS, layout=Layout.WHOLE),
+    "one bucket": ShardConfig(),
+    "overlap": ShardConfig(bucket_mb=SMALL_BUCKETS, gather="overlap"),
+    "keep": ShardConfig(bucket_mb=SMALL_BUCKETS, gradients="keep"),
+    "ordered": ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True),
+    "ordered, whole": ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True, layout=Layout.WHOLE),
+}
+
+
+class Halves(Net):
+    """Which half is used depends on the rank; one parameter is used by none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x) if dist.get_rank() % 2 else x.new_ones(4, 13)
+        return self.second(hidden)
+
+
+def trains(config: ShardConfig) -> None:
+    with by_collectives():
+        opt = assert_trains_like_ddp(Net, config=config)
+        assert isinstance(opt._engine.transport, Collectives)
+        assert_trains_like_ddp(Net, optim.SGD, {"momentum": 0.9}, config, accumulate=3)
+        assert_trains_like_ddp(Normed, config=config)
+        assert_trains_like_ddp(Halves, config=config, find_unused=True)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_trains_like_ddp(workers, ranks, config):
+    workers(ranks).run(trains, config)
+
+
+def trains_matrices() -> None:
+    with by_collectives():
+        assert_trains_like_ddp(Matrices, optim.Muon, {"lr": 0.02}, ShardConfig())
+
+
+def test_whole_matrices(workers):
+    workers(3).run(trains_matrices)
+
+
+def replans() -> None:
+    """Freeze and unfreeze, with gradients that come for what was frozen: state moves between ranks."""
+    with by_collectives():
+        model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5))
+        opt = shardstep.shard(model, optim.AdamW, config=ShardConfig(bucket_mb=SMALL_BUCKETS), lr=0.05)
+    other = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 5))
+    other.load_state_dict(model.state_dict())
+    plain = shardstep.shard(other, optim.AdamW, config=ShardConfig(bucket_mb=SMALL_BUCKETS), lr=0.05)  # by messages
+    for step in range(6):
+        for net, optimizer in ((model, opt), (other, plain)):
+            net[0].requires_grad_(step not in (2, 3))
+            loss_of(net, batch(step)).backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_new_plans(workers):
+    workers(2).run(replans)
+
+
+def apart(odd: str, config: str, make: Callable[[], nn.Module]) -> None:
+    with by_collectives():
+        goes_apart(odd, config, make)
+
+
+@pytest.mark.parametrize("config", ["wait", "overlap", "keep"])
+@pytest.mark.parametrize("odd", ["no step", "no two steps", "one pass more", "clip", "norms"])
+def test_ranks_that_go_apart_all_raise(workers, odd, config):
+    if (odd, config) != ("clip", "keep"):  # there it is this rank's own affair
+        workers(3).run(apart, odd, config, Net, timeout=30)
+
+
+def at_different_optimizers() -> str:
+    """Rank 0 steps one optimizer, the others another: their records would be mixed up."""
+    models = [Net(), Net()]
+    with by_collectives():
+        opts = [shardstep.shard(model, optim.SGD, lr=0.1) for model in models]
+    for model, opt in zip(models, opts, strict=True):
+        steps(model, opt)
+        opt.zero_grad()
+    before = [[param.detach().clone() for param in model.parameters()] for model in models]
+    for model in models:
+        loss_of(model, batch(1)).backward()
+    kind, text = raised(opts[0 if dist.get_rank() == 0 else 1].step)
+    assert kind == "RuntimeError"
+    for model, values in zip(models, before, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), values, strict=True)), "unharmed"
+    return text
+
+
+def test_ranks_that_step_different_optimizers_all_raise(workers):
+    (text,) = set(workers(2).run(at_different_optimizers, timeout=30))
+    assert "the ranks do not go on alike" in text
+
+
+class Breaking(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(Breaks.apply(torch.tanh(self.first(x))))
+
+
+def fails_in_backward() -> None:
+    with by_collectives():
+        model = Breaking()
+        opt = shardstep.shard(model, optim.AdamW, config=ShardConfig(bucket_mb=SMALL_BUCKETS), lr=0.05)
+    Breaks.armed = dist.get_rank() == 1
+    if Breaks.armed:
+        assert raised(lambda: loss_of(model, batch(0)).backward())[0] == "ArithmeticError"
+    else:
+        loss_of(model, batch(0)).backward()
+    Breaks.armed = False
+    assert "the backward pass failed on ranks [1]" in raised(opt.step)[1]
+    opt.zero_grad()
+    steps(model, opt)
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_a_backward_pass_that_fails_on_one_rank(workers):
+    workers(3).run(fails_in_backward, timeout=30)
+
+
+def count_calls() -> dict[str, dict[str, int]]:
+    """Calls of torch.distributed and bytes of records in one iteration, by the number of buckets."""
+    found = {}
+    for bucket_mb in (1.0, 0.001, 0.0001):
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+        with by_collectives():
+            opt = shardstep.shard(model, optim.AdamW, lr=0.1, config=ShardConfig(bucket_mb=bucket_mb))
+        for _ in range(2):
+            steps_and_clears(model, opt)
+        calls: Counter[str] = Counter()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            steps_and_clears(model, opt)
+        for event in profile.events():
+            if event.name.startswith("c10d::"):
+                calls[event.name.removeprefix("c10d::")] += 1
+        found[str(len(opt.bucket_nbytes()))] = dict(calls)
+    return found
+
+
+def steps_and_clears(model: nn.Module, opt: Any) -> None:
+    loss_of(model, batch(0, 16)).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_two_collectives_for_a_bucket_and_two_small_records(workers, ranks):
+    for found in workers(ranks).run(count_calls):
+        assert len(found) == 3
+        for buckets, calls in found.items():
+            assert calls == {
+                "_reduce_scatter_base_": int(buckets),
+                "_allgather_base_": int(buckets),
+                "allreduce_": 2,  # records, between hosts
+            }
+
+
+def tells_by_a_tree() -> None:
+    """Five ranks in groups of two: three levels."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with mock.patch.object(hosts, "FAN", 2), mock.patch.dict(hosts._known, clear=True):
+        found = hosts_of(dist.group.WORLD, {"cpu": "gloo"})
+        connections = sum(dist.get_world_size(group) - 1 for group in [*found._below, found._top] if group is not None)
+        assert connections <= 3
+        came = found.combine(bytes([rank, 7, 100 - rank]))
+        assert came.highest == bytes([world_size - 1, 7, 100])
+        assert came.lowest == bytes([0, 7, 101 - world_size])
+        assert found.rows(bytes([rank, 1])) == [bytes([other, 1]) for other in range(world_size)]
+
+
+def test_hosts_combine_by_a_tree_of_small_groups(workers):
+    workers(5).run(tells_by_a_tree)
+
+
+def says_the_same_again() -> list[int]:
+    """Bytes that are combined when long records are as they were, when one changes, and when they stay so."""
+    channel = open_for_collectives(None, None)
+    assert channel.hosts is not None
+    poll = open_poll(channel)
+    sent = []
+    combine = channel.hosts.combine
+    for changes in (False, False, True, False):
+        sizes: list[int] = []
+        with mock.patch.object(
+            channel.hosts,
+            "combine",
+            side_effect=lambda record, sizes=sizes: (sizes.append(len(record)), combine(record))[1],
+        ):
+            poll.ask(bytes([changes and dist.get_rank() == 1]) * 1000)
+            answer = poll.answer()
+        assert answer.any == bytes([changes]) * 1000
+        assert answer.equal == (not changes)
+        sent.append(sum(sizes))
+    return sent
+
+
+def test_a_long_record_that_has_not_changed_is_one_small_number(workers):
+    for first, again, changed, back in workers(2).run(says_the_same_again):
+        assert again == 128
+        assert first == changed == back == 128 + 1000
+
+
+def takes_communicators() -> None:
+    """Two that live at a time have one each; one that is closed leaves it to the next."""
+    with by_collectives():
+        first = shardstep.shard(Net(), optim.SGD, lr=0.1)
+        model = Net()
+        second = shardstep.shard(model, optim.SGD, lr=0.1)
+        groups = [opt._engine.transport._group for opt in (first, second)]
+        assert groups[0] is dist.group.WORLD
+        assert groups[1] is not dist.group.WORLD
+        third = shardstep.shard(model, optim.SGD, lr=0.1)  # closes the second
+        assert third._engine.transport._group is groups[1]
+        if dist.get_rank() == 0:
+            del first  # gone here and alive elsewhere: it is not free
+        fourth = shardstep.shard(Net(), optim.SGD, lr=0.1)
+        assert fourth._engine.transport._group not in groups
+
+
+def test_every_optimizer_has_a_communicator_of_its_own(workers):
+    with mock.patch.dict(choose._communicators, clear=True):
+        workers(2).run(takes_communicators)
+
+
+def clips_in_its_dtype() -> None:
+    for dtype in (torch.float64, torch.float32):
+        for config in (ShardConfig(), ShardConfig(gradients="keep")):
+            with by_collectives():
+                model = Net().to(dtype)
+                opt = shardstep.shard(model, optim.SGD, lr=0.1, config=config)
+            loss_of(model, batch(0).to(dtype)).backward()
+            assert opt.clip_grad_norm_(0.5).dtype is dtype
+
+
+def test_the_norm_has_the_dtype_of_the_gradients(workers):
+    workers(2).run(clips_in_its_dtype)
+    workers(1).run(clips_in_its_dtype)
