@@ -40,7 +40,7 @@ def batch(step: int, width: int = 7) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
+    return model(x.to(next(model.parameters()).device)).square().mean()
 
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]

@@ -25,7 +25,7 @@ from fast_lane_training import (
     loss_of,
 )
 from shardstep import Layout, ShardConfig
-from shardstep.wire import choose, hosts
+from shardstep.wire import hosts
 from shardstep.wire.collectives import Collectives
 from shardstep.wire.hosts import hosts_of
 from shardstep.wire.records import open_poll
@@ -259,8 +259,7 @@ def takes_communicators() -> None:
 
 
 def test_every_optimizer_has_a_communicator_of_its_own(workers):
-    with mock.patch.dict(choose._communicators, clear=True):
-        workers(2).run(takes_communicators)
+    workers(2).run(takes_communicators)
 
 
 def clips_in_its_dtype() -> None:

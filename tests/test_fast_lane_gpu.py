@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, batch, loss_of
-from shardstep import Layout, ShardConfig
-from training import assert_ranks_equal
+from shardstep import Layout, ShardConfig, ZeroRedundancyOptimizer
+from test_turns import goes_apart
+from training import assert_ranks_equal, raised
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,6 +56,7 @@ CONFIGS = {
     "overlap": ShardConfig(bucket_mb=SMALL_BUCKETS, gather="overlap"),
     "keep": ShardConfig(bucket_mb=SMALL_BUCKETS, gradients="keep"),
     "one bucket": ShardConfig(),
+    "ordered": ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True),
 }
 
 
@@ -145,3 +147,149 @@ def trains_without_elements() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_buckets_of_which_ranks_hold_nothing(workers, ranks):
     workers(ranks, backend="nccl").run(trains_without_elements, timeout=120)
+
+
+def cuda_net() -> nn.Module:
+    return Net().cuda()
+
+
+@pytest.mark.parametrize("config", ["wait", "overlap", "keep"])
+@pytest.mark.parametrize("odd", ["no step", "no two steps", "one pass more", "clip", "norms"])
+def test_ranks_that_go_apart_all_raise(workers, odd, config):
+    if (odd, config) != ("clip", "keep"):  # there it is this rank's own affair
+        workers(3, backend="nccl").run(goes_apart, odd, config, cuda_net, timeout=60)
+
+
+class Layers(nn.Module):
+    """Equal layers, of which a forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        for layer in used:
+            x = torch.tanh(self.layers[layer](x))
+        return x
+
+
+def trains_two_in_one_backward() -> None:
+    """Ranks skip different layers, so the buckets of two models fill in different orders; the buckets are equal."""
+    pairs = [(Layers().cuda(), Layers().cuda()) for _ in range(2)]
+    config = ShardConfig(bucket_mb=64 * 65 * 4 / 1e6)  # one layer
+    opts = [shardstep.shard(model, optim.SGD, lr=0.1, config=config) for model in pairs[0]]
+    plain = [DistributedDataParallel(model, find_unused_parameters=True) for model in pairs[1]]
+    others = [optim.SGD(model.parameters(), lr=0.1) for model in plain]
+    for step in range(6):
+        first, second = ((0, 1, 2, 3), (3,)) if (step + dist.get_rank()) % 2 else ((1,), (0, 1, 2, 3))
+        x = batch(step, 64).cuda()
+        one, other = pairs[0]
+        (one(x, first).square().mean() + 3 * other(x + 1, second).square().mean()).backward()
+        for model, used, scale, shift in ((plain[0], first, 1, 0), (plain[1], second, 3, 1)):
+            (scale * model(x + shift, used).square().mean()).backward()  # DDP takes one at a time
+        for optimizer in (*opts, *others):
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(pairs[0], pairs[1], strict=True):
+        close(list(ours.parameters()), list(theirs.parameters()), "two models in one backward")
+        assert_ranks_equal(list(ours.parameters()))
+
+
+def test_two_sharded_models_in_one_backward_on_which_ranks_skip_different_layers(workers):
+    workers(2, backend="nccl").run(trains_two_in_one_backward, timeout=60)
+
+
+def never_waits_for_the_device(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256)).cuda()
+    x = torch.randn(8, 256, device="cuda")
+    if kind.startswith("drop-in"):
+        trained: nn.Module = DistributedDataParallel(model)
+        opt: Any = ZeroRedundancyOptimizer(
+            trained.parameters(), optim.AdamW, parameters_as_bucket_view="views" in kind, lr=0.01, fused=True
+        )
+    else:
+        trained = model
+        config = ShardConfig(bucket_mb=0.1, gather="overlap" if kind == "overlap" else "wait")
+        opt = shardstep.shard(model, optim.AdamW, lr=0.01, fused=True, config=config)
+
+    def iterate() -> None:
+        trained(x).square().mean().backward()
+        if not kind.startswith("drop-in"):
+            norm = opt.clip_grad_norm_(1.0)
+            assert norm.is_cuda
+        opt.step()
+        opt.zero_grad()
+
+    for _ in range(3):
+        iterate()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            iterate()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("kind", ["wait", "overlap", "drop-in", "drop-in, views"])
+def test_no_host_waits_for_the_device_in_an_iteration(workers, kind):
+    workers(2, backend="nccl").run(never_waits_for_the_device, kind, timeout=60)
+
+
+def keeps_its_memory() -> tuple[int, int]:
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(6)]).cuda()
+    opt = shardstep.shard(model, optim.AdamW, lr=0.01, fused=True, config=ShardConfig(bucket_mb=2))
+    reserved = []
+    for step in range(220):
+        loss_of(model, batch(step, 512)).backward()
+        opt.step()
+        opt.zero_grad()
+        if step in (19, 219):
+            reserved.append(torch.cuda.memory_reserved())
+    return reserved[0], reserved[1]
+
+
+def test_reserved_memory_does_not_grow(workers):
+    for early, late in workers(2, backend="nccl").run(keeps_its_memory, timeout=60):
+        assert late == early
+
+
+def moves_in_bucket_by_bucket() -> tuple[int, int, int]:
+    """Memory that shard() takes beyond the model, at its peak; the model; the largest bucket."""
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)]).cuda()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    opt = shardstep.shard(model, optim.SGD, lr=0.01, config=ShardConfig(bucket_mb=5))
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak, sum(param.nbytes for param in model.parameters()), max(opt.bucket_nbytes())
+
+
+def test_shard_needs_at_most_two_buckets_beyond_the_model(workers):
+    for peak, model, bucket in workers(2, backend="nccl").run(moves_in_bucket_by_bucket, timeout=60):
+        assert peak <= 2 * bucket, f"{peak} beyond a model of {model}"
+
+
+def fails_on_one_rank() -> str:
+    model = cuda_net()
+    opt = shardstep.shard(model, optim.AdamW, lr=0.01)
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+        if step and dist.get_rank() == 1:
+            opt._engine.share.step = broken
+        if step:
+            return raised(opt.step)[1]
+        opt.step()
+        opt.zero_grad()
+    return ""
+
+
+def broken(*_: Any) -> None:
+    raise ArithmeticError("this share cannot be stepped")
+
+
+def test_a_step_that_fails_on_one_rank_raises_on_all(workers):
+    (text,) = set(workers(3, backend="nccl").run(fails_on_one_rank, timeout=60))
+    assert "step failed on rank 1: ArithmeticError: this share cannot be stepped" in text

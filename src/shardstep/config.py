@@ -19,8 +19,8 @@ class ShardConfig:
 
     layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors and takes the finest that is exact.
     bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: with Gloo
-        25, and 8 between hosts, where links are slow and the first bytes should go early; with NCCL 40, or a
-        sixty-fourth of the model if that is more, up to 128: each call costs the host 50 microseconds.
+        25, and 8 between hosts, where links are slow and the first bytes should go early; with NCCL 64, of a small
+        model a quarter of it, of a large one a sixty-fourth, up to 128 (wire/collectives.py says why).
     gradients: "shard" leaves each rank its part, and `param.grad` None. "keep" leaves the whole mean in `param.grad`,
         as DDP does, for programs that read it; that is half as many bytes again on the wire.
     gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward.

@@ -35,8 +35,9 @@ def open_transport(
         if kind == "cpu" and channel.backends.get("cpu") == "gloo":
             found[kind] = Messages(channel)
         else:
-            group = channel.group if owner is None else _communicator_for(channel, kind, owner)
-            found[kind] = Collectives(channel, group, device, ordered_sums=ordered_sums)
+            known = _communicators_of(channel)
+            group = channel.group if owner is None else known.take_free(channel, kind, owner)
+            found[kind] = Collectives(channel, group, device, known.are_shared, ordered_sums=ordered_sums)
     return next(iter(found.values())) if len(found) == 1 else ByDevice(found)
 
 
@@ -47,14 +48,21 @@ class _Communicators:
         self.groups: list[Any] = [group]
         self.owners: list[weakref.ref[Any] | None] = [None]
 
-    def free(self) -> bytes:
-        """Flags: 1 where one is taken here."""
-        taken = [owner is not None and owner() is not None for owner in self.owners]
-        return bytes(taken)
+    def _taken(self) -> list[bool]:
+        return [owner is not None and owner() is not None for owner in self.owners]
 
-    def take(self, place: int, owner: Any, global_ranks: Sequence[int], backend: str) -> Any:
+    def are_shared(self) -> bool:
+        """Whether more than one optimizer is alive here."""
+        return sum(self._taken()) > 1
+
+    def take_free(self, channel: Channel, kind: str, owner: Any) -> Any:
+        """One that is free on every rank: an optimizer that is gone here may still be alive elsewhere."""
+        assert isinstance(channel.hosts, Hosts), "where there are collectives, hosts combine"
+        taken = channel.hosts.combine(bytes(self._taken())).highest
+        place = next(place for place in itertools.count() if place == len(taken) or not taken[place])
         if place == len(self.groups):
-            self.groups.append(dist.new_group(list(global_ranks), backend=backend, use_local_synchronization=True))
+            ranks = dist.get_process_group_ranks(channel.group)
+            self.groups.append(dist.new_group(ranks, backend=channel.backends[kind], use_local_synchronization=True))
             self.owners.append(None)
         self.owners[place] = weakref.ref(owner)
         return self.groups[place]
@@ -63,16 +71,11 @@ class _Communicators:
 _communicators: dict[str, _Communicators] = {}
 
 
-def _communicator_for(channel: Channel, kind: str, owner: Any) -> Any:
-    """One that is free on every rank: an optimizer that is gone here may still be alive elsewhere."""
+def _communicators_of(channel: Channel) -> _Communicators:
     name = channel.group.group_name
     if name not in _communicators or _communicators[name].groups[0] is not channel.group:
         _communicators[name] = _Communicators(channel.group)
-    known = _communicators[name]
-    assert isinstance(channel.hosts, Hosts), "where there are collectives, hosts combine"
-    taken = channel.hosts.combine(known.free()).highest
-    place = next(place for place in itertools.count() if place == len(taken) or not taken[place])
-    return known.take(place, owner, dist.get_process_group_ranks(channel.group), channel.backends[kind])
+    return _communicators[name]
 
 
 def release(owner: Any) -> None:

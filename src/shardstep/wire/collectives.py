@@ -6,8 +6,8 @@ apart by their order alone, so two optimizers of one group must not share a comm
 fill their buckets in different orders, and the gradients of one would land in the other (choose.py).
 
 [Note: buckets] A call costs the host 45 to 60 microseconds, and links are used best by tens of megabytes. So a bucket
-has 40 MB, or a sixty-fourth of the model if that is more, up to 128 MB: a step makes at most about a hundred gathers,
-and the three buckets that may be in memory beside the model are a twentieth of a large one.
+has 64 MB; of a small model less, so that there are about four, and of a large one more, so that there are not many more
+than sixty-four: the three buckets that may be in memory beside the model are then a twentieth of it.
 
 [Note: uneven ranges] Whole matrices cannot be cut into equal ranges, and padded to equal ones a GPT over 8 ranks would
 send four times its bytes. So they go by one broadcast, or one reduction, from or to each rank that holds something, all
@@ -31,7 +31,11 @@ from shardstep.wire.lane import Lane, Trip
 from shardstep.wire.tensors import IN_PLACE_NBYTES, as_bytes, broadcast_tensors
 from shardstep.wire.transport import Check, Gather, HolderReduction, Memory, Message, Parts, Reduction
 
-BUCKET_MB, MOST_BUCKET_MB, BUCKETS = 40.0, 128.0, 64
+LEAST_MB, USUAL_MB, MOST_MB = 8.0, 64.0, 128.0
+FEW_BUCKETS, MANY_BUCKETS = (
+    3.9,
+    64,
+)  # of a small model, so that the first goes while the last is computed; of a large one
 STEPPED_TOGETHER = 4  # groups of buckets: the first is on its way while the others are stepped
 SLOTS = 2  # buckets being reduced; with the one that fills there are three in memory
 
@@ -46,14 +50,24 @@ class Collectives:
     tells_first = False
     part_nbytes = math.inf
 
-    def __init__(self, channel: Channel, group: Any, device: torch.device, *, ordered_sums: bool) -> None:
-        self._channel, self._group, self._ordered = channel, group, ordered_sums
+    def __init__(
+        self, channel: Channel, group: Any, device: torch.device, others: Callable[[], bool], *, ordered_sums: bool
+    ) -> None:
+        """`others`: whether another optimizer of this group is alive."""
+        self._channel, self._group, self._others, self._ordered = channel, group, others, ordered_sums
         self._lane = Lane(device)
         self._largest = 0
+        self._trips: list[Trip] = []
 
     @property
     def in_flight_nbytes(self) -> float:
-        return SLOTS * self._largest
+        """A few buckets: then the computing stream waits for the oldest.
+
+        Not where another optimizer may be in the same backward pass. There ranks may send their buckets in different
+        orders: this one would wait for a bucket of the first, the next one for a bucket of the second, each before it
+        computes what the other waits for. Then only what has been sent already makes room.
+        """
+        return math.inf if self._others() else SLOTS * self._largest
 
     def before_waiting(self, check: Check) -> None:
         """Nothing here makes a host wait: all that could was checked before it was enqueued."""
@@ -68,7 +82,7 @@ class Collectives:
         self._largest = max((bucket.values.nbytes for bucket in memory), default=0)
         reduce = self._ordered_mean if self._ordered else self._mean
         return [
-            CollectiveReduction(self._lane, bucket, number, shard_of, wire_dtype, reduce)
+            CollectiveReduction(self._lane, self._trips, bucket, number, shard_of, wire_dtype, reduce)
             for number, bucket in enumerate(memory)
         ]
 
@@ -120,7 +134,8 @@ class Collectives:
         return total
 
     def bucket_nbytes(self, total: int) -> float:
-        return max(BUCKET_MB * 1e6, min(MOST_BUCKET_MB * 1e6, total / BUCKETS))
+        usual = min(USUAL_MB * 1e6, max(LEAST_MB * 1e6, total / FEW_BUCKETS))
+        return max(usual, min(MOST_MB * 1e6, total / MANY_BUCKETS))
 
     def in_place_nbytes(self, device: torch.device) -> float:
         del device
@@ -175,13 +190,14 @@ class CollectiveReduction:
     def __init__(
         self,
         lane: Lane,
+        trips: list[Trip],
         memory: Memory,
         number: int,
         shard_of: Callable[[int], torch.Tensor],
         wire_dtype: torch.dtype | None,
         reduce: Reduce,
     ) -> None:
-        self._lane, self._memory, self._number = lane, memory, number
+        self._lane, self._trips, self._memory, self._number = lane, trips, memory, number
         self._shard_of, self._wire_dtype, self._reduce = shard_of, wire_dtype, reduce
         self._trip: Trip | None = None
 
@@ -200,6 +216,8 @@ class CollectiveReduction:
                 shard.add_(mean)
             elif not straight:
                 shard.copy_(mean)
+        self._trips[:] = [trip for trip in self._trips if not trip.sweep()]
+        self._trips.append(self._trip)
         return shard
 
     def land(self) -> None:

@@ -54,3 +54,10 @@ class Trip:
         if self._done is not None:
             self._streams.current_stream().wait_event(self._done)
         self._done, self._kept = None, None
+
+    def sweep(self) -> bool:
+        """If it is over, its memory is free. Whether it is; nobody waits."""
+        if self._done is None or self._done.query():
+            self._kept = None
+            return True
+        return False

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from shardstep.planning.chunks import plan_chunks
+from shardstep.planning.chunks import Span, plan_chunks
 from shardstep.wire.channel import TAG, Channel
 
 CHUNK_NBYTES = 32 * 1024 * 1024  # the largest message, and so the memory it needs
@@ -30,21 +30,27 @@ def broadcast_bytes(channel: Channel, payload: bytes | None, nbytes: int, source
 
 
 def broadcast_tensors(channel: Channel, tensors: Sequence[torch.Tensor], source: int) -> None:
-    """Give every rank the values of rank `source`, in place; tensors of one dtype and device share a message."""
+    """Give every rank the values of rank `source`, in place; small tensors of one dtype and device share a message."""
     classes: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         classes.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for members in classes.values():
-        for parts in plan_chunks([t.nbytes for t in members], limit=CHUNK_NBYTES, large=CHUNK_NBYTES):
-            whole = [members[span.tensor] for span in parts]
-            packed = torch.cat([as_bytes(t.reshape(-1))[s.start : s.stop] for t, s in zip(whole, parts, strict=True)])
-            dist.broadcast(packed, group=channel.group, group_src=source)
-            if channel.rank == source:
-                continue
-            for tensor, span, values in zip(
-                whole, parts, torch.split(packed, [s.stop - s.start for s in parts]), strict=True
-            ):
-                _write_bytes(tensor, span.start, values)
+        for spans in plan_chunks([t.nbytes for t in members], limit=CHUNK_NBYTES, large=IN_PLACE_NBYTES):
+            _broadcast_together(channel, [(members[span.tensor], span) for span in spans], source)
+
+
+def _broadcast_together(channel: Channel, parts: Sequence[tuple[torch.Tensor, Span]], source: int) -> None:
+    """A large one where it lies, if its bytes lie side by side there; others through memory of their own."""
+    first, span = parts[0]
+    if len(parts) == 1 and first.is_contiguous():
+        dist.broadcast(as_bytes(first.view(-1))[span.start : span.stop], group=channel.group, group_src=source)
+        return
+    packed = torch.cat([as_bytes(tensor.reshape(-1))[span.start : span.stop] for tensor, span in parts])
+    dist.broadcast(packed, group=channel.group, group_src=source)
+    if channel.rank != source:
+        sizes = [span.stop - span.start for _, span in parts]
+        for (tensor, span), values in zip(parts, torch.split(packed, sizes), strict=True):
+            _write_bytes(tensor, span.start, values)
 
 
 def _write_bytes(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None:
