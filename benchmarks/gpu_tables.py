@@ -135,6 +135,9 @@ def memory_targets(results: Sequence[Result]) -> Iterator[Target]:
         title = f"{ours['ranks']} ranks"
         early, late, peak = (most(ours, key) for key in ("reserved_early", "reserved_late", "beyond"))
         yield Target(f"{WAIT}: reserved memory grows from step 20 to 200, {title}", 0.0, (late - early) / 1e6, " MB")
+        for torchs in weighed:
+            if (torchs["ranks"], torchs["contender"]) == (ours["ranks"], TORCH):
+                yield Target(f"{WAIT} / {TORCH}: peak, {title}", 1.0, peak / most(torchs, "beyond"))
         ddp = ddp_beside(weighed, ours["ranks"])
         if ddp is None:
             continue

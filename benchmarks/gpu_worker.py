@@ -116,8 +116,8 @@ def measure_task(rank: Rank, task: Task, rounds: int) -> dict[str, Any]:
 def compare(rank: Rank, task: Task, contenders: list[Contender]) -> dict[str, float]:
     """How far each is from the first, at most. Stop if that is more than chance, or if parameters hardly moved.
 
-    Chance is measured in the same run: DDP and torch's class sum the same gradients with the same calls, yet attention's
-    backward adds in an order of its own each time, and AdamW makes full steps of a gradient that is only rounding.
+    Chance is measured in the same run: DDP and torch's class sum the same gradients by the same calls, yet backward of
+    attention adds in an order of its own each time, and AdamW makes full steps of gradients that are only rounding.
     """
     base, *others = contenders
     initial = [param.detach() for param in task.model(rank.device.place).parameters()]

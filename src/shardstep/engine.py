@@ -38,7 +38,6 @@ ParamGroups = Sequence[dict[str, Any]]
 
 _abandoned: list[Any] = []  # what ranks that went apart left under way
 _GRADIENT = "shardstep.gradient"  # a gradient that moves with the state of its piece
-IN_MEMORY = 3  # buckets: one that fills, and two on their way
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +219,10 @@ class Engine:
                     self.share.step(number, self.gradients.of_run)
             except Exception as error:
                 failure = error
-            for bucket in buckets if self._gathers else ():
-                self._gathers[bucket].send()
-                self._arriving[bucket] = self._gathers[bucket]
+            if self._gathers:
+                sent = {bucket: self._gathers[bucket] for bucket in buckets}
+                self.transport.send(list(sent.values()))
+                self._arriving.update(sent)
         if failure is None:
             self.share.end(groups)
         self.gradients.stepped()
@@ -287,7 +287,8 @@ class Engine:
             if isinstance(value, torch.Tensor)
         )
         gradients = sum(bucket.own.nbytes for bucket in self._memory.buckets)
-        return sum(self.bucket_nbytes()) + state + gradients + IN_MEMORY * max(self.bucket_nbytes(), default=0)
+        waiting = self.transport.waiting_nbytes(max(self.bucket_nbytes(), default=0))
+        return sum(self.bucket_nbytes()) + state + gradients + int(min(waiting, sum(self.bucket_nbytes())))
 
 
 def params_of(groups: ParamGroups) -> list[torch.Tensor]:

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from shardstep.planning import Bucket
-from shardstep.wire.transport import Check, Gather, Memory, Message, Parts, Reduction
-
-BUCKET_MB = 25.0
+from shardstep.wire.transport import Check, Gather, Memory, Message, Parts, Reduction, few_large_buckets, send_each
 
 
 class Alone:
@@ -28,6 +26,12 @@ class Alone:
         del bucket
         return False
 
+    def waiting_nbytes(self, largest: int) -> float:
+        return 2 * largest  # as autograd made them, and packed
+
+    def send(self, gathers: Sequence[Gather]) -> None:
+        send_each(gathers)
+
     def reductions(
         self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None
     ) -> Sequence[Reduction]:
@@ -39,8 +43,7 @@ class Alone:
         return values
 
     def bucket_nbytes(self, total: int) -> float:
-        del total
-        return BUCKET_MB * 1e6
+        return few_large_buckets(total)
 
     def in_place_nbytes(self, device: torch.device) -> float:
         del device

@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from shardstep.planning import Bucket
-from shardstep.wire.transport import Check, Gather, HolderReduction, Memory, Message, Reduction, Transport, in_order
+from shardstep.wire.transport import (
+    Check,
+    Gather,
+    HolderReduction,
+    Memory,
+    Message,
+    Reduction,
+    Transport,
+    in_order,
+    send_each,
+)
 
 
 class ByDevice:
@@ -36,6 +46,12 @@ class ByDevice:
 
     def packs_by_rank(self, bucket: Bucket) -> bool:
         return self._transports[bucket.device.partition(":")[0]].packs_by_rank(bucket)
+
+    def waiting_nbytes(self, largest: int) -> float:
+        return sum(one.waiting_nbytes(largest) for one in self._transports.values())
+
+    def send(self, gathers: Sequence[Gather]) -> None:
+        send_each(gathers)
 
     def reductions(
         self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None

@@ -7,7 +7,7 @@ fill their buckets in different orders, and the gradients of one would land in t
 
 [Note: buckets] A call costs the host 45 to 60 microseconds, and links are used best by tens of megabytes. So a bucket
 has 64 MB; of a small model less, so that there are about four, and of a large one more, so that there are not many more
-than sixty-four: the three buckets that may be in memory beside the model are then a twentieth of it.
+than sixty-four: the two buckets that may be in memory beside the model are then a thirtieth of it.
 
 [Note: uneven ranges] Whole matrices cannot be cut into equal ranges, and padded to equal ones a GPT over 8 ranks would
 send four times its bytes. So they go by one broadcast, or one reduction, from or to each rank that holds something, all
@@ -29,15 +29,20 @@ from shardstep.planning import Bucket, EqualRanges
 from shardstep.wire.channel import Channel
 from shardstep.wire.lane import Lane, Trip
 from shardstep.wire.tensors import IN_PLACE_NBYTES, as_bytes, broadcast_tensors
-from shardstep.wire.transport import Check, Gather, HolderReduction, Memory, Message, Parts, Reduction
+from shardstep.wire.transport import (
+    Check,
+    Gather,
+    HolderReduction,
+    Memory,
+    Message,
+    Parts,
+    Reduction,
+    few_large_buckets,
+    send_each,
+)
 
-LEAST_MB, USUAL_MB, MOST_MB = 8.0, 64.0, 128.0
-FEW_BUCKETS, MANY_BUCKETS = (
-    3.9,
-    64,
-)  # of a small model, so that the first goes while the last is computed; of a large one
-STEPPED_TOGETHER = 4  # groups of buckets: the first is on its way while the others are stepped
-SLOTS = 2  # buckets being reduced; with the one that fills there are three in memory
+STEPPED_TOGETHER = 6  # groups of buckets: the first is on its way while the others are stepped
+SLOTS = 1  # buckets being reduced while the next one fills
 
 # The names of 2.13, which warns about those that 2.11 has.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -61,7 +66,9 @@ class Collectives:
 
     @property
     def in_flight_nbytes(self) -> float:
-        """A few buckets: then the computing stream waits for the oldest.
+        """One bucket, while the next one fills: then the computing stream waits for it.
+
+        The link is idle only while a bucket is packed, and memory for a third one is saved.
 
         Not where another optimizer may be in the same backward pass. There ranks may send their buckets in different
         orders: this one would wait for a bucket of the first, the next one for a bucket of the second, each before it
@@ -75,6 +82,9 @@ class Collectives:
     def packs_by_rank(self, bucket: Bucket) -> bool:
         del bucket
         return False
+
+    def waiting_nbytes(self, largest: int) -> float:
+        return (SLOTS + 1) * largest
 
     def reductions(
         self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None
@@ -134,8 +144,7 @@ class Collectives:
         return total
 
     def bucket_nbytes(self, total: int) -> float:
-        usual = min(USUAL_MB * 1e6, max(LEAST_MB * 1e6, total / FEW_BUCKETS))
-        return max(usual, min(MOST_MB * 1e6, total / MANY_BUCKETS))
+        return few_large_buckets(total)
 
     def in_place_nbytes(self, device: torch.device) -> float:
         del device
@@ -150,6 +159,16 @@ class Collectives:
     def range_gathers(self, memory: Sequence[Memory], *, ring: bool) -> Sequence[Gather]:
         del ring
         return [RangeGather(self._lane, bucket, self._gather_ranges) for bucket in memory]
+
+    def send(self, gathers: Sequence[Gather]) -> None:
+        """In one launch, which costs the host a quarter of as many."""
+        ranges = [gather for gather in gathers if isinstance(gather, RangeGather) and gather.has_equal_ranges]
+        if len(ranges) < 2 or len(ranges) != len(gathers):
+            send_each(gathers)
+            return
+        with self._lane.trip() as trip, self._one_launch(ranges[0].device):
+            for gather in ranges:
+                gather.issue(trip)
 
     def _gather_ranges(self, bucket: Memory) -> None:
         if isinstance(bucket.bucket.ranges, EqualRanges):
@@ -238,10 +257,23 @@ class RangeGather:
     def expect(self) -> None:
         """A collective is one call on all ranks."""
 
+    @property
+    def has_equal_ranges(self) -> bool:
+        return isinstance(self._memory.bucket.ranges, EqualRanges)
+
+    @property
+    def device(self) -> torch.device:
+        return self._memory.values.device
+
     def send(self) -> None:
+        with self._lane.trip() as trip:
+            self.issue(trip)
+
+    def issue(self, trip: Trip) -> None:
+        """As part of a trip."""
         if self._memory.values.numel():
-            with self._lane.trip() as self._trip:
-                self._gather(self._memory)
+            self._gather(self._memory)
+        self._trip = trip
 
     def pass_on(self, distance: int) -> None:
         """The backend does."""

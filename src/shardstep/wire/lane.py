@@ -53,7 +53,7 @@ class Trip:
         """What is enqueued from now on runs behind it. The host does not wait."""
         if self._done is not None:
             self._streams.current_stream().wait_event(self._done)
-        self._done, self._kept = None, None
+        self._kept = None
 
     def sweep(self) -> bool:
         """If it is over, its memory is free. Whether it is; nobody waits."""

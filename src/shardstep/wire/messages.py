@@ -17,7 +17,7 @@ from shardstep.wire.channel import Channel, take_tags, this_host
 from shardstep.wire.message_gathers import DirectGather, RingReduction
 from shardstep.wire.records import open_poll
 from shardstep.wire.tensors import IN_PLACE_NBYTES, as_bytes, broadcast_tensors
-from shardstep.wire.transport import Check, Gather, Memory, Message, Parts, RangeMessage, Reduction, in_order
+from shardstep.wire.transport import Check, Gather, Memory, Message, Parts, RangeMessage, Reduction, in_order, send_each
 
 BUCKET_MB = 25.0
 BUCKET_MB_BETWEEN_HOSTS = 8.0  # links are slow there, and the first bytes should go early
@@ -58,6 +58,12 @@ class Messages:
     def packs_by_rank(self, bucket: Bucket) -> bool:
         del bucket
         return True
+
+    def waiting_nbytes(self, largest: int) -> float:
+        return IN_FLIGHT_NBYTES + largest
+
+    def send(self, gathers: Sequence[Gather]) -> None:
+        send_each(gathers)
 
     def reductions(
         self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None

@@ -113,6 +113,9 @@ class Transport(Protocol):
     def in_flight_nbytes(self) -> float:
         """Beyond this, the oldest bucket lands before the next one is sent."""
 
+    def waiting_nbytes(self, largest: int) -> float:
+        """Gradients in memory beside this rank's shards, at most, if that is the bytes of the largest bucket."""
+
     def packs_by_rank(self, bucket: Bucket) -> bool:
         """Whether gradients are packed for each rank by itself, or the whole bucket at once."""
 
@@ -134,6 +137,9 @@ class Transport(Protocol):
 
     def step_order(self, buckets: int) -> list[list[int]]:
         """Buckets that are stepped together, and then sent; in this order."""
+
+    def send(self, gathers: Sequence[Gather]) -> None:
+        """This rank's parameters in all of these are final; they were stepped together."""
 
     def range_gathers(self, memory: Sequence[Memory], *, ring: bool) -> Sequence[Gather]:
         """One for each bucket; none at all if there is nobody to gather from.
@@ -182,6 +188,21 @@ class RangeMessage:
 
     def landed(self, values: torch.Tensor) -> None:
         """The parameters are views of it."""
+
+
+def send_each(gathers: Sequence[Gather]) -> None:
+    for gather in gathers:
+        gather.send()
+
+
+LEAST_MB, USUAL_MB, MOST_MB = 8.0, 64.0, 128.0
+FEW, MANY = 3.9, 64  # buckets: of a small model, so that the first goes while the last is computed; and of a large one
+
+
+def few_large_buckets(total: int) -> float:
+    """The bytes of a bucket where each costs the host a call or more; `total` are those of the model."""
+    usual = min(USUAL_MB * 1e6, max(LEAST_MB * 1e6, total / FEW))
+    return max(usual, min(MOST_MB * 1e6, total / MANY))
 
 
 def in_order(buckets: int) -> list[list[int]]:
