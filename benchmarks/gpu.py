@@ -34,7 +34,7 @@ METHOD = """\
 
 Speed: contenders train in the same processes, in turn; a ratio is that of two blocks of one round. A block is five
 steps after one that is not timed, begun together and ended by waiting for the device; a time is that of the slowest
-rank. At the end all but FSDP2 must hold the same parameters, to 1e-4 or three times what DDP and torch's class differ.
+rank. At the end all but FSDP2 must hold the same parameters, to 3 % of the way they went.
 Memory: each contender alone in its processes, after three steps; DDP with gradient_as_bucket_view. step(): gradients
 are copies of ones that were there before."""
 

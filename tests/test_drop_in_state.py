@@ -237,20 +237,17 @@ def large_state() -> dict[str, int]:
     train(zero, params, range(1))
     zero.zero_grad()
     counts = {"sent": 0, "received": 0, "largest": 0}
-    send, receive = dist.send, dist.recv
+    message = tensors._message
 
-    def counting_send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        counts["sent"] += tensor.nbytes
-        counts["largest"] = max(counts["largest"], tensor.nbytes)
-        send(tensor, *args, **kwargs)
-
-    def counting_recv(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        counts["received"] += tensor.nbytes
-        return receive(tensor, *args, **kwargs)
+    def counting(channel: Any, way: Any, values: torch.Tensor, peer: int) -> None:
+        counts["sent" if way is dist.isend else "received"] += values.nbytes
+        if way is dist.isend:
+            counts["largest"] = max(counts["largest"], values.nbytes)
+        message(channel, way, values, peer)
 
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, or it would hide this one
     before = resident("VmRSS")
-    with mock.patch.object(dist, "send", counting_send), mock.patch.object(dist, "recv", counting_recv):
+    with mock.patch.object(tensors, "_message", counting):
         zero.consolidate_state_dict(to=0)
     counts["peak_growth"] = resident("VmHWM") - before
     counts["own_state"] = sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ def send_tensors(channel: Channel, tensors: Sequence[torch.Tensor], to: int) -> 
     """Send flat tensors to rank `to` in messages of at most CHUNK_NBYTES; they may lie on any device."""
     for parts in _messages(tensors):
         packed = None if _in_place(channel, parts) else torch.cat([part.to(channel.device) for part in parts])
-        dist.send(parts[0] if packed is None else packed, group=channel.group, group_dst=to, tag=TAG)
+        _message(channel, dist.isend, parts[0] if packed is None else packed, to)
         del packed  # before the next one is made: one message of memory, not two
 
 
@@ -74,14 +75,20 @@ def receive_tensors(channel: Channel, landing: Sequence[torch.Tensor], source: i
     """Receive what rank `source` sends by `send_tensors` into flat tensors of the same sizes and dtypes."""
     for parts in _messages(landing):
         if _in_place(channel, parts):
-            dist.recv(parts[0], group=channel.group, group_src=source, tag=TAG)
+            _message(channel, dist.irecv, parts[0], source)
             continue
         sizes = [len(part) for part in parts]
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=channel.device)
-        dist.recv(message, group=channel.group, group_src=source, tag=TAG)
+        _message(channel, dist.irecv, message, source)
         for part, values in zip(parts, torch.split(message, sizes), strict=True):
             part.copy_(values)
         del message, values
+
+
+def _message(channel: Channel, way: Any, values: torch.Tensor, peer: int) -> None:
+    """To or from another rank. As a batch of one: otherwise NCCL makes a communicator of its own for each pair."""
+    for work in dist.batch_isend_irecv([dist.P2POp(way, values, group=channel.group, tag=TAG, group_peer=peer)]):
+        work.wait()
 
 
 def _messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
