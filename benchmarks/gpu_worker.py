@@ -115,7 +115,7 @@ def measure_task(rank: Rank, task: Task, rounds: int) -> dict[str, Any]:
 def compare(rank: Rank, task: Task, contenders: list[Contender]) -> dict[str, float]:
     """How far each is from the first, over how far that has moved. Stop if one is further than chance takes it.
 
-    By all elements together: single ones may be far apart. Attention's backward adds in an order of its own each time, a
+    By all elements together: single ones may be far apart. Attention's backward adds in an order of its own, a
     sum of four ranks depends on its order, and AdamW makes full steps of a gradient that is only rounding.
     """
     base, *others = contenders
