@@ -169,8 +169,13 @@ def count_calls() -> dict[str, dict[str, int]]:
         for _ in range(2):
             steps_and_clears(model, opt)
         calls: Counter[str] = Counter()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        told = opt._channel.hosts
+        with (
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+            mock.patch.object(told, "combine", side_effect=told.combine) as combine,
+        ):
             steps_and_clears(model, opt)
+        calls["records"] = combine.call_count
         for event in profile.events():
             if event.name.startswith("c10d::"):
                 calls[event.name.removeprefix("c10d::")] += 1
@@ -192,7 +197,7 @@ def test_two_collectives_for_a_bucket_and_two_small_records(workers, ranks):
             assert calls == {
                 "_reduce_scatter_base_": int(buckets),
                 "_allgather_base_": int(buckets),
-                "allreduce_": 2,  # records, between hosts
+                "records": 2,  # between hosts
             }
 
 
@@ -275,3 +280,83 @@ def clips_in_its_dtype() -> None:
 def test_the_norm_has_the_dtype_of_the_gradients(workers):
     workers(2).run(clips_in_its_dtype)
     workers(1).run(clips_in_its_dtype)
+
+
+def trains_where_ranks_are_in_different_numbers_of_groups() -> None:
+    """torch names a group after how many a rank is in; ranks would wait for each other under different names."""
+    alone = dist.new_group([0])  # rank 1 has one group less
+    with by_collectives(), mock.patch.dict(hosts._known, clear=True):
+        first = shardstep.shard(Net(), optim.SGD, lr=0.1)
+        second = shardstep.shard(Net(), optim.SGD, lr=0.1)
+    assert first._engine.transport._group is not second._engine.transport._group
+    steps(second._model, second)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(alone)
+
+
+def test_ranks_in_different_numbers_of_groups(workers):
+    workers(2).run(trains_where_ranks_are_in_different_numbers_of_groups, timeout=30)
+
+
+def reads_weights_on_rank_zero_alone() -> None:
+    """With overlap: a checkpoint, and an evaluation, that the other ranks know nothing of."""
+    with by_collectives():
+        model = Net()
+        opt = shardstep.shard(model, optim.SGD, lr=0.1, config=ShardConfig(bucket_mb=SMALL_BUCKETS, gather="overlap"))
+    for step in range(3):
+        loss_of(model, batch(step)).backward()
+        opt.step()
+        if dist.get_rank() == 0:
+            model.state_dict()
+            with torch.no_grad():
+                model(batch(step))
+        opt.zero_grad()
+    opt.synchronize()
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_weights_that_arrive_may_be_read_on_one_rank_alone(workers):
+    workers(2).run(reads_weights_on_rank_zero_alone, timeout=30)
+
+
+class Refuses(optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        del closure
+        if dist.get_rank() == 1 and self.param_groups[0].get("explode"):
+            raise ArithmeticError("not this time")
+        super().step()
+
+
+def fails_in_step(gather: Any) -> str:
+    with by_collectives():
+        model = Net()
+        opt = shardstep.shard(model, Refuses, lr=0.1, config=ShardConfig(gather=gather, layout=Layout.WHOLE))
+    steps(model, opt)
+    opt.zero_grad()
+    opt.param_groups[0]["explode"] = True
+    loss_of(model, batch(1)).backward()
+    return raised(opt.step)[1]
+
+
+@pytest.mark.parametrize("gather", ["wait", "overlap"])
+def test_a_step_that_fails_on_one_rank_raises_on_all_in_the_same_step(workers, gather):
+    (text,) = set(workers(2).run(fails_in_step, gather, timeout=30))
+    assert "step failed on rank 1: ArithmeticError: not this time" in text
+
+
+def trains_many_small_models_in_one_backward() -> None:
+    """Each has a record of its own open: together they are more than one message holds."""
+    with by_collectives():
+        models = [nn.ParameterList([nn.Parameter(torch.ones(3)) for _ in range(22)]) for _ in range(4)]
+        opts = [shardstep.shard(model, optim.SGD, lr=0.1) for model in models]
+    for _ in range(2):
+        sum(param.square().sum() for model in models for param in model).backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    for model in models:
+        assert all(torch.allclose(param, torch.full((3,), 0.64)) for param in model)
+
+
+def test_many_small_models_in_one_backward(workers):
+    workers(2).run(trains_many_small_models_in_one_backward, timeout=30)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -353,3 +355,128 @@ def reaches_no_parameter(gradients: Any, clip: bool) -> None:
 @pytest.mark.parametrize("gradients", ["shard", "keep"])
 def test_a_rank_whose_loss_reaches_no_parameter_hangs_nobody(workers, gradients, clip):
     workers(2).run(reaches_no_parameter, gradients, clip)
+
+
+def clips_after_a_nan() -> None:
+    """A factor of nan also reached what lies between parameters, and stayed there."""
+    torch.manual_seed(0)
+    model = nn.Linear(10, 3)
+    opt = shardstep.shard(model, optim.SGD, lr=0.0)
+    (model(torch.ones(2, 10)).sum() * torch.nan).backward()
+    assert opt.clip_grad_norm_(1.0).isnan()
+    opt.zero_grad()
+    model(torch.ones(2, 10)).sum().backward()
+    assert opt.clip_grad_norm_(1.0).isfinite()
+
+
+def test_one_nan_does_not_make_every_later_norm_nan(workers):
+    workers(2).run(clips_after_a_nan)
+
+
+class UsedByOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, with_b: bool) -> torch.Tensor:
+        return self.a.sum() + (self.b.sum() if with_b else 0.0)
+
+
+def unfreezes_what_one_rank_uses(gradients: Any) -> None:
+    model = UsedByOne()
+    model.b.requires_grad_(False)
+    opt = shardstep.shard(model, optim.SGD, lr=1.0, config=shardstep.ShardConfig(gradients=gradients))
+    model(False).backward()
+    opt.step()
+    opt.zero_grad()
+    model.b.requires_grad_(True)
+    model(dist.get_rank() == 1).backward()
+    opt.step()
+    assert torch.equal(model.b.detach(), torch.full((8,), 0.5)), model.b
+
+
+@pytest.mark.parametrize("gradients", ["shard", "keep"])
+def test_a_parameter_that_is_unfrozen_and_used_on_one_rank_is_stepped(workers, gradients):
+    workers(2).run(unfreezes_what_one_rank_uses, gradients)
+
+
+def goes_on_after_a_failed_pass() -> str:
+    """Gradients are accumulated over two passes, the first of which failed on one rank and was caught."""
+    model = nn.Sequential(nn.Linear(7, 7), Broken(), nn.Linear(7, 7))
+    opt = shardstep.shard(model, optim.SGD, lr=0.1, config=shardstep.ShardConfig(bucket_mb=0.0002))
+    Broken.armed = dist.get_rank() == 1
+    try:
+        model(torch.ones(2, 7)).sum().backward()
+    except ArithmeticError:
+        assert Broken.armed
+    Broken.armed = False
+    model(torch.ones(2, 7)).sum().backward()
+    return raised(opt.step)[1]
+
+
+class Broken(nn.Module):
+    armed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Broken.armed:
+            x.register_hook(fail)
+        return x * 1.0
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise ArithmeticError("half-way")
+
+
+def test_a_failed_pass_is_not_forgotten_when_another_one_follows(workers):
+    for text in workers(2).run(goes_on_after_a_failed_pass, timeout=30):
+        assert "the backward pass failed on ranks [1]" in text
+
+
+def adds_a_group_without_a_pass() -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    opt = shardstep.shard(model[0], optim.SGD, lr=0.1)
+    if dist.get_rank() == 0:
+        model[0](torch.ones(2, 7)).sum().backward()
+    opt.add_param_group({"params": list(model[1].parameters())})
+    opt.step()
+
+
+def test_a_group_may_be_added_when_a_rank_has_made_no_pass(workers):
+    workers(2).run(adds_a_group_without_a_pass, timeout=30)
+
+
+def drops_the_old_plan() -> None:
+    """Without the garbage collector: a new plan must not keep the memory of the old one."""
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    opt = shardstep.shard(model, optim.AdamW, lr=0.1)
+    model(torch.ones(2, 7)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    gc.collect()
+    gc.disable()
+    try:
+        old = weakref.ref(opt._engine.share)
+        model[0].requires_grad_(False)
+        model(torch.ones(2, 7)).sum().backward()
+        opt.step()
+        assert old() is None
+    finally:
+        gc.enable()
+
+
+def test_a_new_plan_lets_go_of_the_old_one(workers):
+    workers(2).run(drops_the_old_plan)
+    workers(1).run(drops_the_old_plan)
+
+
+def reduces_complex_in_half() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.ones(4, dtype=torch.complex64))])
+    config = shardstep.ShardConfig(reduce_dtype=torch.bfloat16)
+    opt = shardstep.shard(model, optim.SGD, lr=1.0, config=config)
+    (model[0] * 1j).real.sum().backward()
+    opt.step()
+    assert torch.allclose(model[0].detach(), torch.full((4,), 1 + 1j)), model[0]
+
+
+def test_complex_gradients_keep_their_imaginary_part_on_the_wire(workers):
+    workers(2).run(reduces_complex_in_half)

@@ -169,6 +169,9 @@ class Engine:
         changed = trainable != self._trainable
         facts = Facts(map(str, read_specs(groups, trainable))) if changed else self._facts
         self._agreement.claim(Claim("step", failure, facts))
+        if self._agreement.is_exchanged_when_read:
+            # Now, and on all ranks: later one of them alone may read its weights, and would wait for the others.
+            self._agreement.finish()
         if self._config.gather == "wait" or changed or failure is not None:
             self.synchronize()
         if changed:
@@ -202,7 +205,8 @@ class Engine:
             trainable = trainable_of(groups)
             agree(self.channel, Claim("step", None, Facts(map(str, read_specs(groups, trainable)))))
             self.replan(groups, trainable)
-        self.gradients.reduce_late()
+        # A new plan may have more parameters, if a group was added; none of them can be late.
+        self.gradients.reduce_late([*late, *[0] * (len(self.plan.params) - len(late))])
 
     def _step_and_send(self, groups: ParamGroups) -> Exception | None:
         """One group of buckets is on its way while the next is stepped. Returns what failed on this rank."""

@@ -218,6 +218,7 @@ class ShardedOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         self.synchronize()
+        self._engine.gradients.settle(None)  # a rank that made no pass makes up for it: the others wait for its part
         failure, facts = None, Facts()
         before = list(self.param_groups)
         try:

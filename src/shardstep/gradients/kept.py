@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -26,14 +27,15 @@ class KeptGradients:
         ]
         self._mean_memory = FlatMemory(given.memory.plan, self._means, given.channel.rank)
         self._gathers = given.transport.range_gathers(self._mean_memory.buckets, ring=True)
-        self._inner = ShardedGradients(given, self._after_pass)
+        after_pass = weakref.WeakMethod(self._after_pass)  # a cycle would keep the hooks alive when this is dropped
+        self._inner = ShardedGradients(given, lambda: (after_pass() or _nothing)())
         self._late: Sequence[int] = bytes(len(given.params))
         self.hooks = self._inner.hooks
 
     def _after_pass(self) -> None:
         self._late = self._inner.read()
         if any(place in self._inner.travels for place, flag in enumerate(self._late) if flag):
-            self._inner.reduce_late()
+            self._inner.reduce_late(self._late)
         self._spread()
 
     def _spread(self) -> None:
@@ -42,6 +44,7 @@ class KeptGradients:
         shards = [self._inner.current.land(bucket) for bucket in range(len(self._mean_memory.buckets))]
         for gather in self._gathers:
             gather.expect()
+        shard = None
         for number, bucket in enumerate(self._mean_memory.buckets):
             shard = shards[number]
             assert shard is not None, "a pass reduces every bucket"
@@ -61,9 +64,9 @@ class KeptGradients:
         self._inner.settle(turn)
         return [flag if place not in self._inner.travels else 0 for place, flag in enumerate(self._late)]
 
-    def reduce_late(self) -> None:
+    def reduce_late(self, late: Sequence[int]) -> None:
         """Every gradient is reduced again with those that were left out: the mean of equal means is that mean."""
-        self._inner.reduce_late()
+        self._inner.reduce_late(late)
         self._late = bytes(len(self._params))
         self._spread()
 
@@ -111,3 +114,7 @@ class KeptGradients:
     def take_over(self, kept: Kept) -> None:
         self._inner.take_over(kept)
         self._inner.current.drop_shards()
+
+
+def _nothing() -> None:
+    """The gradients are nobody's any more."""

@@ -142,6 +142,7 @@ class GradientPass:
         self.phase = Phase.RESTING
         self._packed: dict[int, list[Parts]] = {}  # while ENDING: what is still to be sent
         self._flying: dict[int, int] = {}  # buckets on their way, the oldest first, and their bytes
+        self._failed = False  # a pass failed here since `drop`: what the next one adds to is not all there
         self._lost = False  # something arrived and could not be taken in: `drop` is the way out
         self.shards: list[torch.Tensor | None] = [None] * len(self._nbytes)
         self._late = bytes(len(params))
@@ -219,7 +220,8 @@ class GradientPass:
         """
         self._packing.end_pass()
         self._late = bytes(param.grad is not None and param.requires_grad for param in self._params)
-        self._poll.ask(bytes([failed]) + self._packing.used + self._late)
+        self._failed = self._failed or failed
+        self._poll.ask(bytes([self._failed]) + self._packing.used + self._late)
 
     def _make_room(self, bucket: int) -> None:
         """Before a bucket is packed: the oldest lands if there would be more in flight than the transport wants."""
@@ -274,10 +276,9 @@ class GradientPass:
         if self.phase is not Phase.RESTING:
             self._move(Phase.RESTING)
 
-    def reduce_late(self) -> None:
-        """Reduce what came too late; called on every rank if it did on any."""
+    def reduce_late(self, late: Sequence[int]) -> None:
+        """Reduce what came too late, on some rank; called on every rank if it did on any."""
         self._land_all()
-        late = bytes(self._late)
         self._late = bytes(len(self._params))
         self.order.begin()
         for bucket in self.order.left():
@@ -306,6 +307,7 @@ class GradientPass:
             self._poll.forget()
             self._move(Phase.SETTLED)
         self.drop_shards()
+        self._failed = False
         self._packing.forget()
         self._late = bytes(len(self._params))
 
@@ -318,6 +320,7 @@ class GradientPass:
         """Make all gradients zero, without forgetting that they were there."""
         self._turns.check()
         self._land_all()
+        self._lost = False
         for shard in self.shards:
             if shard is not None:
                 shard.zero_()

@@ -55,8 +55,8 @@ class Gradients(Protocol):
         pass failed on one.
         """
 
-    def reduce_late(self) -> None:
-        """Reduce those too."""
+    def reduce_late(self, late: Sequence[int]) -> None:
+        """Reduce those too: flags, of this plan's parameters."""
 
     @property
     def used(self) -> Sequence[int]:
@@ -143,8 +143,8 @@ class ShardedGradients:
             )
         return settled.late
 
-    def reduce_late(self) -> None:
-        self.current.reduce_late()
+    def reduce_late(self, late: Sequence[int]) -> None:
+        self.current.reduce_late(late)
         self.used = bytes(self.current.used)
 
     def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ from shardstep.planning.runs import Run, find_runs
 from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 from shardstep.stepping.local_optimizer import build, is_of_torch
 from shardstep.stepping.parts import PartedOptimizer
-from shardstep.stepping.slices import CUT_ANYWHERE
+from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 
 ParamGroups = Sequence[dict[str, Any]]
 
@@ -73,7 +73,7 @@ class LocalShare:
                 self.local.state[tensor] = on_device_of(tensor, entry, param_groups[self._group_of(run.pieces[0])])
         self.parked = {piece: _own_memory(entry) for piece, entry in rest.items()}
         parts = [[tensor for bucket in group for tensor in self._tensors[bucket]] for group in self._together]
-        self._parted = PartedOptimizer(self.local, parts, self._make)
+        self._parted = PartedOptimizer(self.local, parts, _maker(self._class, self._defaults))
         self._parted.reload()
 
     def _pairs(self) -> list[tuple[Run, torch.Tensor]]:
@@ -105,10 +105,6 @@ class LocalShare:
             group["params"] = [tensor for run, tensor in pairs if self._group_of(run.pieces[0]) == number]
         names = {tensor: self._plan.params[run.pieces[0].param].name for run, tensor in pairs}
         return build(self._class, groups, self._defaults, names)
-
-    def _make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        make: Callable[..., Optimizer] = self._class
-        return make(groups, **self._defaults)
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -142,6 +138,11 @@ class LocalShare:
             for piece, offset in zip(run.pieces, run.offsets, strict=True)
         }
         return {**self.parked, **live}
+
+
+def _maker(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any]) -> MakeOptimizer:
+    """Not a method of the share: what holds on to it would hold the share, and with it the memory of an old plan."""
+    return lambda groups: optimizer_class(groups, **defaults)
 
 
 def _like(gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor | None:

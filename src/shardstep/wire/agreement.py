@@ -60,6 +60,7 @@ class Agreement:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._poll = open_poll(channel, lambda record: "end a step")
+        self.is_exchanged_when_read = self._poll.goes_together
         self._claim = Claim("", None, Facts())
         self.is_open = False  # claimed, and not yet finished
 

@@ -14,7 +14,7 @@ from shardstep.wire.alone import Alone
 from shardstep.wire.by_device import ByDevice
 from shardstep.wire.channel import Channel
 from shardstep.wire.collectives import Collectives
-from shardstep.wire.hosts import Hosts
+from shardstep.wire.hosts import Hosts, timeout_of
 from shardstep.wire.messages import Messages
 from shardstep.wire.transport import Transport
 
@@ -61,11 +61,33 @@ class _Communicators:
         taken = channel.hosts.combine(bytes(self._taken())).highest
         place = next(place for place in itertools.count() if place == len(taken) or not taken[place])
         if place == len(self.groups):
-            ranks = dist.get_process_group_ranks(channel.group)
-            self.groups.append(dist.new_group(ranks, backend=channel.backends[kind], use_local_synchronization=True))
+            self.groups.append(_new_group(channel, kind))
             self.owners.append(None)
         self.owners[place] = weakref.ref(owner)
         return self.groups[place]
+
+
+def _new_group(channel: Channel, kind: str) -> Any:
+    """A group of the same ranks, which nobody else need call for.
+
+    torch names it after how many groups a rank is in. That may differ from rank to rank, and then they would wait for
+    each other under different names: so every rank counts up to the same number for as long as it takes.
+    """
+    assert channel.hosts is not None
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    count = int.from_bytes(channel.hosts.combine(len(names).to_bytes(4, "big")).highest, "big")
+    padding = {object(): f"shardstep/{number}" for number in range(count - len(names))}
+    names.update(padding)
+    try:
+        return dist.new_group(
+            dist.get_process_group_ranks(channel.group),
+            timeout=timeout_of(channel.group),
+            backend=channel.backends[kind],
+            use_local_synchronization=True,
+        )
+    finally:
+        for stand_in in padding:
+            del names[stand_in]
 
 
 _communicators: dict[str, _Communicators] = {}

@@ -116,6 +116,8 @@ class Collectives:
         count, own = self._channel.world_size, len(mean)
         bounds = [bucket.ranges.bounds(rank) for rank in range(count)]
         landing = packed.new_empty(count * own)
+        # Before anything is sent: if memory runs out, the bucket is still to be sent.
+        total = packed.new_zeros(own, dtype=torch.promote_types(packed.dtype, torch.float32))
         dist.all_to_all_single(
             as_bytes(landing),
             as_bytes(packed),
@@ -123,9 +125,7 @@ class Collectives:
             [(high - low) * packed.element_size() for low, high in bounds],
             group=self._group,
         )
-        wide = torch.promote_types(packed.dtype, torch.float32)
-        total = landing[:own].to(wide, copy=True)
-        for rank in range(1, count):
+        for rank in range(count):
             total += landing[rank * own : (rank + 1) * own]
         mean.copy_(total.div_(count))
 
@@ -226,7 +226,9 @@ class CollectiveReduction:
         shard = self._shard_of(self._number) if earlier is None else earlier
         if not parts[0]:
             return shard
-        packed = parts[0][0] if self._wire_dtype is None else parts[0][0].to(self._wire_dtype)
+        packed = parts[0][0]
+        if self._wire_dtype is not None and not packed.is_complex():  # a cast would drop half of a complex number
+            packed = packed.to(self._wire_dtype)
         straight = earlier is None and packed.dtype is shard.dtype
         mean = shard if straight else packed.new_empty(len(shard))
         with self._lane.trip(packed, mean) as self._trip:

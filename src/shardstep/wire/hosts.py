@@ -14,12 +14,15 @@ with a digest of what is being asked: if ranks ask different things, all of them
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 FAN = 32  # members of one Gloo group
 _FRAME = 128  # bytes of the message that goes in any case
@@ -84,29 +87,37 @@ class Hosts:
         own = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         values = torch.cat([own, ~own])
         for group in self._below:
-            dist.reduce(values, op=dist.ReduceOp.MAX, group=group, group_dst=0)
+            group.reduce([values], _to_first()).wait()
         if self._top is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._top)
+            highest: Any = dist.AllreduceOptions()
+            highest.reduceOp = dist.ReduceOp.MAX
+            self._top.allreduce([values], highest).wait()
         for group in reversed(self._below):
-            dist.broadcast(values, group=group, group_src=0)
+            group.broadcast([values], dist.BroadcastOptions()).wait()  # from the first
         high, low = values[: len(own)], ~values[len(own) :]
         return Combined(high.numpy().tobytes(), low.numpy().tobytes())
 
     def _exchange(self) -> None:
         asked, self._open = sorted(self._open.items()), {}
         shape = repr([(question, len(record)) for question, (record, _) in asked]).encode()
-        parts = [record if len(record) <= _SHORT else self._news(question, record) for question, (record, _) in asked]
+        short = [len(record) <= _SHORT for _, (record, _) in asked]
+        if 8 + sum(len(record) if flag else 1 for flag, (_, (record, _)) in zip(short, asked, strict=True)) > _FRAME:
+            short = [False] * len(asked)  # too many at a time: of each, whether it has changed
+        parts = [
+            record if flag else self._news(question, record)
+            for flag, (question, (record, _)) in zip(short, asked, strict=True)
+        ]
         frame = hashlib.blake2b(shape, digest_size=8).digest() + b"".join(parts)
-        assert len(frame) <= _FRAME, "more short records are open at a time than was thought of"
+        assert len(frame) <= _FRAME, "more than a hundred questions are open at a time"
         came = self.combine(frame.ljust(_FRAME, b"\0"))
         if came.highest[:8] != came.lowest[:8]:
             self._raise_apart([doing for _, (_, doing) in asked])
         changed = []
         place = 8
-        for (question, (record, _)), part in zip(asked, parts, strict=True):
+        for (question, (record, _)), part, is_short in zip(asked, parts, short, strict=True):
             span = slice(place, place + len(part))
             place += len(part)
-            if len(record) <= _SHORT:
+            if is_short:
                 self._answers[question] = Combined(came.highest[span], came.lowest[span])
             elif came.highest[span] == b"\0":  # as last time on every rank: so is the answer
                 self._answers[question] = self._long[question][1]
@@ -135,6 +146,12 @@ class Hosts:
         raise RanksApartError(describe_apart(words))
 
 
+def _to_first() -> Any:
+    options: Any = dist.ReduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    return options
+
+
 def describe_apart(words: Sequence[str]) -> str:
     """Which ranks do what, from what each of them does."""
     return "; ".join(
@@ -142,33 +159,55 @@ def describe_apart(words: Sequence[str]) -> str:
     )
 
 
-_known: dict[str, tuple[Any, Hosts]] = {}  # by name; another group may have had it before
+_known: dict[str, tuple[Any, Hosts]] = {}  # by name
+_generations: Counter[str] = Counter()  # how many groups of a name there were before: their ranks count alike
 
 
 def hosts_of(group: Any, backends: dict[str, str]) -> Hosts:
     """The hosts of a process group; made once, on all of its ranks."""
     name = group.group_name
-    if name not in _known or _known[name][0] is not group:
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        if backends.get("cpu", "gloo") != "gloo":  # it takes the hosts' own tensors, and is not Gloo: it will do
-            below: list[Any] = []
-            top: Any | None = group
-        else:
-            below, top = _make_levels(dist.get_process_group_ranks(group), rank)
-        _known[name] = (group, Hosts(rank, world_size, below, top))
-    return _known[name][1]
+    if name in _known and _known[name][0] is group:
+        return _known[name][1]
+    if name in _known:  # of a group that was destroyed
+        _generations[name] += 1
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    if backends.get("cpu", "gloo") != "gloo":  # it takes the hosts' own tensors, and is not Gloo: it will do
+        hosts = Hosts(rank, world_size, [], group)
+    else:
+        meeting = f"shardstep/hosts/{name}/{_generations[name]}"
+        hosts = Hosts(rank, world_size, *_make_levels(meeting, rank, world_size, timeout_of(group)))
+    _known[name] = (group, hosts)
+    return hosts
 
 
-def _make_levels(global_ranks: Sequence[int], rank: int) -> tuple[list[Any], Any | None]:
-    """Groups of FAN neighbours, then of the first of each FAN, until one group is all: those that `rank` is in."""
+def _make_levels(meeting: str, rank: int, world_size: int, timeout: timedelta) -> tuple[list[Any], Any | None]:
+    """Groups of FAN neighbours, then of the first of each FAN, until one group is all: those that `rank` is in.
+
+    They meet under a name that follows from the group's own. `torch.distributed.new_group` would name them after how
+    many groups a rank is in, which may differ from rank to rank: they would wait for each other under different names.
+    """
     below: list[Any] = []
-    members = list(range(len(global_ranks)))
+    members = list(range(world_size))
     while rank in members:
         place = members.index(rank) // FAN * FAN
-        nearest = [global_ranks[member] for member in members[place : place + FAN]]
-        group = dist.new_group(nearest, backend="gloo", use_local_synchronization=True)
+        nearest = members[place : place + FAN]
+        default: Any = dist.distributed_c10d._get_default_store()
+        store = PrefixStore(f"{meeting}/{len(below)}/{nearest[0]}", default)
+        made = dist.ProcessGroupGloo(store, nearest.index(rank), len(nearest), timeout)
         if len(members) <= FAN:
-            return below, group
-        below.append(group)
+            return below, made
+        below.append(made)
         members = members[::FAN]
     return below, None
+
+
+def timeout_of(group: Any) -> timedelta:
+    """As long as the group's own calls may take, so long hosts wait for each other."""
+    for device in ("cuda", "cpu"):
+        try:
+            found = group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue
+        if isinstance(found, timedelta):
+            return found
+    return dist.default_pg_timeout

@@ -20,6 +20,7 @@ class Lane:
     """The communication stream of a device; on the CPU, where everything is done when a call returns, none."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
         # Of high priority: its kernels are few and short of work, and others wait for them.
         self._stream: Any = None if self._streams is None else self._streams.Stream(device=device, priority=-1)
@@ -27,12 +28,12 @@ class Lane:
     @contextmanager
     def trip(self, *kept: torch.Tensor) -> Iterator[Trip]:
         """Inside, what is enqueued runs behind what was enqueued so far; `kept` lives until the trip is joined."""
-        trip = Trip(self._streams, kept)
+        trip = Trip(self._streams, self._device, kept)
         if self._stream is None:
             with nullcontext():
                 yield trip
             return
-        self._stream.wait_stream(self._streams.current_stream())
+        self._stream.wait_stream(self._streams.current_stream(self._device))
         with self._streams.stream(self._stream):
             yield trip
             trip.end()
@@ -41,18 +42,19 @@ class Lane:
 class Trip:
     """Communication that was enqueued, and the memory it must not lose."""
 
-    def __init__(self, streams: Any, kept: tuple[torch.Tensor, ...]) -> None:
-        self._streams = streams
+    def __init__(self, streams: Any, device: torch.device, kept: tuple[torch.Tensor, ...]) -> None:
+        self._streams, self._device = streams, device
         self._kept: Any = kept
         self._done: Any = None
 
     def end(self) -> None:
-        self._done = self._streams.current_stream().record_event()
+        self._done = self._streams.current_stream(self._device).record_event()
 
     def join(self) -> None:
         """What is enqueued from now on runs behind it. The host does not wait."""
         if self._done is not None:
-            self._streams.current_stream().wait_event(self._done)
+            # Of the parameters' device, which a program need not have made the current one.
+            self._streams.current_stream(self._device).wait_event(self._done)
         self._kept = None
 
     def sweep(self) -> bool:

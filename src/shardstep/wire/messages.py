@@ -145,8 +145,11 @@ class DirectReduction:
 
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
         if self._wire_dtype is not None:
-            parts = [[part.to(self._wire_dtype) for part in row] for row in parts]
-        shard = self._shard_of(self._bucket) if earlier is None else earlier
+            parts = [[_narrow(part, self._wire_dtype) for part in row] for row in parts]
+        shard = earlier
+        if shard is None:
+            shard = self._shard_of(self._bucket)
+            _zero_between(shard, places)
         own, count, group = self._channel.rank, self._channel.world_size, self._channel.group
         arrivals = list(parts)
         around = [((own - shift) % count, (own + shift) % count) for shift in range(1, count)]
@@ -180,9 +183,23 @@ class DirectReduction:
                 values.copy_(total)
 
 
+def _zero_between(shard: torch.Tensor, places: Sequence[slice]) -> None:
+    """What lies between parts is no one's, and is not sent; but norms are taken of it, and it may be scaled by nan."""
+    ends = [0, *(place.stop for place in places)]
+    starts = [*(place.start for place in places), len(shard)]
+    for end, start in zip(ends, starts, strict=True):
+        if end < start:
+            shard[end:start].zero_()
+
+
 def _first_other(own: int) -> int:
     """The first rank that is not this one."""
     return 0 if own else 1
+
+
+def _narrow(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """For the wire. Complex numbers go as they are: a cast would drop half of them."""
+    return part if part.is_complex() else part.to(dtype)
 
 
 def _landing(dtype: torch.dtype, places: Sequence[slice], memory: torch.Tensor | None) -> list[torch.Tensor]:
