@@ -183,9 +183,9 @@ def sent_grid(outcomes: Outcomes) -> Grid:
     ]
     note = (
         "In one iteration: calls of torch.distributed's functions; c10d operators in the profiler, which also sees "
-        "what goes round these functions; bytes given to all_reduce, which only records are."
+        "what goes round these functions; bytes of records, which are combined between hosts."
     )
-    columns = ("ranks", "buckets", "functions", "operators", "all_reduce, bytes")
+    columns = ("ranks", "buckets", "functions", "operators", "records, bytes")
     return Grid("Collectives of a step", note, columns, tuple(rows), labels=4)
 
 
@@ -200,7 +200,7 @@ def summary(outcome: Outcome, key: str) -> str:
 def record_bytes(outcome: Outcome) -> str:
     if not outcome.found:
         return outcome.failed or NOTHING
-    return f"{outcome.found[0]['sent'].get('all_reduce', {'nbytes': 0})['nbytes']:,}"
+    return f"{outcome.found[0]['sent'].get('records', {'nbytes': 0})['nbytes']:,}"
 
 
 def build_grid(outcomes: Outcomes) -> Grid:

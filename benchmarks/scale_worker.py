@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardstep
 from shardstep.planning import Layout, ParamSpec, make_plan
+from shardstep.wire.hosts import Hosts
 
 sgd_module = import_module("torch.optim.sgd")  # torch.optim hides it
 PARAMS_PER_BUCKET = 4
@@ -231,10 +232,20 @@ def profiled(action: Callable[[], object]) -> dict[str, int]:
 
 
 def count_sent(model: Listed, optimizer: Any, gradients: list[Tensor]) -> dict[str, dict[str, int]]:
-    """Calls of torch.distributed's functions in one iteration, and the bytes of what they were given first."""
+    """Calls of torch.distributed's functions in one iteration, and the bytes of what they were given first.
+
+    Records go between hosts past those functions: combined, the highest and the lowest of every byte, so twice as long.
+    """
     counts: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
-    with counted(counts, nbytes):
+    combine = Hosts.combine
+
+    def counting(hosts: Hosts, record: bytes) -> Any:
+        counts["records"] += 1
+        nbytes["records"] += 2 * len(record)
+        return combine(hosts, record)
+
+    with counted(counts, nbytes), mock.patch.object(Hosts, "combine", counting):
         iterate(model, optimizer, gradients)
     return {name: {"calls": counts[name], "nbytes": nbytes[name]} for name in sorted(counts)}
 
