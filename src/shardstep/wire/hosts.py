@@ -13,6 +13,7 @@ with a digest of what is being asked: if ranks ask different things, all of them
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
@@ -160,6 +161,8 @@ def describe_apart(words: Sequence[str]) -> str:
 
 
 _known: dict[str, tuple[Any, Hosts]] = {}  # by name
+# While the interpreter still runs, Gloo ends its threads. Left to the end, they may take the process down with them.
+atexit.register(_known.clear)
 _generations: Counter[str] = Counter()  # how many groups of a name there were before: their ranks count alike
 
 
