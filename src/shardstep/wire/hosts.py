@@ -163,7 +163,7 @@ def describe_apart(words: Sequence[str]) -> str:
 _known: dict[str, tuple[Any, Hosts]] = {}  # by name
 # While the interpreter still runs, Gloo ends its threads. Left to the end, they may take the process down with them.
 atexit.register(_known.clear)
-_generations: Counter[str] = Counter()  # how many groups of a name there were before: their ranks count alike
+_generations: Counter[str] = Counter()  # how many were made for groups of a name: their ranks count alike
 
 
 def hosts_of(group: Any, backends: dict[str, str]) -> Hosts:
@@ -171,8 +171,7 @@ def hosts_of(group: Any, backends: dict[str, str]) -> Hosts:
     name = group.group_name
     if name in _known and _known[name][0] is group:
         return _known[name][1]
-    if name in _known:  # of a group that was destroyed
-        _generations[name] += 1
+    _generations[name] += 1  # one of a group of this name that was destroyed may have left its addresses behind
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if backends.get("cpu", "gloo") != "gloo":  # it takes the hosts' own tensors, and is not Gloo: it will do
         hosts = Hosts(rank, world_size, [], group)
