@@ -168,8 +168,8 @@ def step_grid(outcomes: Outcomes) -> Grid:
         rows.append((f"{case.ranks:,}", made(outcome), *times, *calls))
     note = (
         "Milliseconds: what the hooks add to a backward pass; step(); and step() without SGD's own function, whose "
-        "arithmetic shrinks as ranks are more. The fake group's own copies are left out of all three. Calls of functions written in Python and in C, in backward and in "
-        "step()."
+        "arithmetic shrinks as ranks are more. The fake group's own copies are left out of all three. Calls of "
+        "functions written in Python and in C, in backward and in step()."
     )
     kinds = [f"{kind} calls, {part}" for part in ("backward", "step") for kind in ("Python", "C")]
     columns = ("ranks", "buckets", "hooks ms", "step() ms", "without SGD ms", *kinds)
