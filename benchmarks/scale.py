@@ -1,7 +1,7 @@
 """What one rank of 8 to 16,384 costs its host: building an optimizer with shardstep.shard, its hooks, and step().
 
-A fake process group stands for the other ranks: its collectives do nothing, so that what is left is the work of one
-host. Planning alone is timed too, for a model of 7 B parameters.
+A process group whose collectives do nothing stands for the other ranks (nobody.py), so that what is left is the work of
+one host. Planning alone is timed too, for a model of 7 B parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ignores). Exit status: 0 if every target is met, 1 if one is not, 2 if a process
 
 METHOD = """\
 Every number is of a process of its own, one thread, on the CPU, with SGD; cases take turns, and a number is the median
-over the repetitions. Parameters lie four to a bucket, 65,536 elements each with 7 buckets and 32,768 with 250. Times of
+over the repetitions. Parameters lie four to a bucket, 65,536 elements each. Times of
 hooks and of step() are processor time of the thread, medians over up to 40 steps. A case that takes longer than {limit}
 seconds is called too slow and not tried again."""
 
@@ -168,8 +168,7 @@ def step_grid(outcomes: Outcomes) -> Grid:
         rows.append((f"{case.ranks:,}", made(outcome), *times, *calls))
     note = (
         "Milliseconds: what the hooks add to a backward pass; step(); and step() without SGD's own function, whose "
-        "arithmetic shrinks as ranks are more. The fake group's own copies are left out of all three. Calls of "
-        "functions written in Python and in C, in backward and in step()."
+        "arithmetic shrinks as ranks are more. Calls are of functions in Python and in C, in backward and in step()."
     )
     kinds = [f"{kind} calls, {part}" for part in ("backward", "step") for kind in ("Python", "C")]
     columns = ("ranks", "buckets", "hooks ms", "step() ms", "without SGD ms", *kinds)
@@ -178,29 +177,22 @@ def step_grid(outcomes: Outcomes) -> Grid:
 
 def sent_grid(outcomes: Outcomes) -> Grid:
     rows = [
-        (f"{case.ranks:,}", made(outcome), *(summary(outcome, key) for key in ("sent", "seen")), record_bytes(outcome))
+        (f"{case.ranks:,}", made(outcome), collectives(outcome), outcome.cell("record_nbytes", digits=0))
         for case, outcome in chosen(outcomes, "count")
     ]
     note = (
-        "In one iteration: calls of torch.distributed's functions; c10d operators in the profiler, which also sees "
-        "what goes round these functions; bytes of records, which are combined between hosts."
+        "In one iteration. Records are combined between hosts, by a tree of groups of 32: those are the all-reduces, "
+        "and with more ranks the reductions and broadcasts."
     )
-    columns = ("ranks", "buckets", "functions", "operators", "records, bytes")
-    return Grid("Collectives of a step", note, columns, tuple(rows), labels=4)
+    return Grid(
+        "Collectives of a step", note, ("ranks", "buckets", "collectives", "records, bytes"), tuple(rows), labels=3
+    )
 
 
-def summary(outcome: Outcome, key: str) -> str:
+def collectives(outcome: Outcome) -> str:
     if not outcome.found:
         return outcome.failed or NOTHING
-    counts = outcome.found[0][key]
-    parts = [f"{name} {value['calls'] if isinstance(value, dict) else value:,}" for name, value in counts.items()]
-    return ", ".join(parts) or NOTHING
-
-
-def record_bytes(outcome: Outcome) -> str:
-    if not outcome.found:
-        return outcome.failed or NOTHING
-    return f"{outcome.found[0]['sent'].get('records', {'nbytes': 0})['nbytes']:,}"
+    return ", ".join(f"{name} {count:,}" for name, count in outcome.found[0]["sent"].items())
 
 
 def build_grid(outcomes: Outcomes) -> Grid:
