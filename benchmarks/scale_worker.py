@@ -208,15 +208,15 @@ def profiled(action: Callable[[], object]) -> dict[str, int]:
 def count_sent(model: Listed, optimizer: Any, gradients: list[Tensor]) -> dict[str, Any]:
     """Collectives of one iteration, and the bytes of records: the highest and the lowest of each, so twice as long."""
     nbytes = 0
-    combine = Hosts.combine
+    send = Hosts.send
 
     def counting(hosts: Hosts, record: bytes) -> Any:
         nonlocal nbytes
         nbytes += 2 * len(record)
-        return combine(hosts, record)
+        return send(hosts, record)
 
     sent.clear()
-    with mock.patch.object(Hosts, "combine", counting):
+    with mock.patch.object(Hosts, "send", counting):
         iterate(model, optimizer, gradients)
     return {"sent": dict(sorted(sent.items())), "record_nbytes": nbytes}
 

@@ -172,10 +172,10 @@ def count_calls() -> dict[str, dict[str, int]]:
         told = opt._channel.hosts
         with (
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-            mock.patch.object(told, "combine", side_effect=told.combine) as combine,
+            mock.patch.object(told, "send", side_effect=told.send) as send,
         ):
             steps_and_clears(model, opt)
-        calls["records"] = combine.call_count
+        calls["records"] = send.call_count
         for event in profile.events():
             if event.name.startswith("c10d::"):
                 calls[event.name.removeprefix("c10d::")] += 1
@@ -224,13 +224,13 @@ def says_the_same_again() -> list[int]:
     assert channel.hosts is not None
     poll = open_poll(channel)
     sent = []
-    combine = channel.hosts.combine
+    send = channel.hosts.send
     for changes in (False, False, True, False):
         sizes: list[int] = []
         with mock.patch.object(
             channel.hosts,
-            "combine",
-            side_effect=lambda record, sizes=sizes: (sizes.append(len(record)), combine(record))[1],
+            "send",
+            side_effect=lambda record, sizes=sizes: (sizes.append(len(record)), send(record))[1],
         ):
             poll.ask(bytes([changes and dist.get_rank() == 1]) * 1000)
             answer = poll.answer()
@@ -244,6 +244,33 @@ def test_a_long_record_that_has_not_changed_is_one_small_number(workers):
     for first, again, changed, back in workers(2).run(says_the_same_again):
         assert again == 128
         assert first == changed == back == 128 + 1000
+
+
+def reads_what_was_sent_before() -> None:
+    """A question that is under way, others that are asked meanwhile, and one that nobody wants any more."""
+    channel = open_for_collectives(None, None)
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    first, second = open_poll(channel), open_poll(channel)
+    first.ask(bytes([rank]))
+    first.hurry()
+    second.ask(bytes([10 + rank]))
+    assert second.answer().any == bytes([10 + last])
+    assert first.answer().any == bytes([last])
+    first.ask(bytes([20 + rank]))
+    first.hurry()
+    first.ask(bytes([30 + rank]))  # the last counts
+    assert first.answer().any == bytes([30 + last])
+    first.ask(bytes([rank]))
+    first.hurry()
+    first.forget()
+    assert channel.hosts is not None
+    assert channel.hosts.rows(bytes([rank])) == [bytes([other]) for other in range(last + 1)]
+    second.ask(bytes([rank]))
+    assert second.answer().any == bytes([last])
+
+
+def test_what_is_under_way_is_read_before_what_is_sent_next(workers):
+    workers(3).run(reads_what_was_sent_before, timeout=30)
 
 
 def takes_communicators() -> None:
@@ -342,6 +369,25 @@ def fails_in_step(gather: Any) -> str:
 def test_a_step_that_fails_on_one_rank_raises_on_all_in_the_same_step(workers, gather):
     (text,) = set(workers(2).run(fails_in_step, gather, timeout=30))
     assert "step failed on rank 1: ArithmeticError: not this time" in text
+
+
+def cannot_take_its_parameters_back() -> str:
+    """On one rank a parameter was given memory of another dtype, which cannot be made a view of a bucket again."""
+    with by_collectives():
+        model = Net()
+        opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    steps(model, opt)
+    opt.zero_grad()
+    loss_of(model, batch(1)).backward()
+    if dist.get_rank() == 1:
+        model.first.weight.data = model.first.weight.data.double()
+    return raised(opt.step)[1]
+
+
+def test_a_parameter_moved_away_on_one_rank_raises_on_all_in_the_same_step(workers):
+    (text,) = set(workers(2).run(cannot_take_its_parameters_back, timeout=30))
+    assert "step failed on rank 1" in text
+    assert "call shard(...) after model.to(...)" in text
 
 
 def trains_many_small_models_in_one_backward() -> None:

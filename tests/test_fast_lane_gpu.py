@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, batch, loss_of
 from shardstep import Layout, ShardConfig, ZeroRedundancyOptimizer
+from shardstep.stepping import two_streams
 from test_turns import goes_apart
 from training import assert_ranks_equal, raised
 
@@ -270,6 +272,39 @@ def moves_in_bucket_by_bucket() -> tuple[int, int, int]:
 def test_shard_needs_at_most_two_buckets_beyond_the_model(workers):
     for peak, model, bucket in workers(2, backend="nccl").run(moves_in_bucket_by_bucket, timeout=60):
         assert peak <= 2 * bucket, f"{peak} beyond a model of {model}"
+
+
+def steps_on_two_streams(layout: Layout) -> None:
+    """Against the plain optimizer, with a first step that makes the state and gradients that are freed at once."""
+    models = [nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)]).cuda() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    config = ShardConfig(bucket_mb=9, layout=layout)
+    opt = shardstep.shard(models[0], optim.AdamW, lr=1e-3, fused=True, config=config)
+    streams, groups = opt._engine._streams, opt._engine._together
+    assert (streams is None) == (sum(bucket.own.nbytes for bucket in opt._engine._memory.buckets) < 10e6)
+    assert len(groups) > 1 or streams is None
+    plain = optim.AdamW(models[1].parameters(), lr=1e-3, fused=True)
+    for step in range(6):
+        for model, optimizer in zip(models, (opt, plain), strict=True):
+            loss_of(model, batch(step, 1024)).backward()
+            if optimizer is plain:
+                for param in model.parameters():
+                    dist.all_reduce(param.grad, op=dist.ReduceOp.AVG)
+            optimizer.step()
+            optimizer.zero_grad()
+            torch.full((4_000_000,), float("nan"), device="cuda")  # in what was just given back
+    close(list(models[0].parameters()), list(models[1].parameters()), "two streams")
+
+
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.WHOLE])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_of_buckets_are_stepped_on_two_streams(workers, ranks, layout):
+    workers(ranks, backend="nccl").run(with_small_limit, steps_on_two_streams, layout, timeout=60)
+
+
+def with_small_limit(body: Any, *args: Any) -> None:
+    with mock.patch.object(two_streams, "LEAST_NBYTES", 10e6):
+        body(*args)
 
 
 def fails_on_one_rank() -> str:

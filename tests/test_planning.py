@@ -56,9 +56,14 @@ def simple(*shapes: tuple[int, ...]) -> list[ParamSpec]:
     return [ParamSpec(f"p{i}", shape, "float32", "cpu:0", 0) for i, shape in enumerate(shapes)]
 
 
-@given(spec_lists(), layouts, st.integers(1, 9), st.none() | st.integers(1, 400), st.integers(1, 16))
-def test_every_element_has_exactly_one_holder(specs, layout, world_size, bucket_numel, alignment):
-    plan = make_plan(specs, layout, world_size=world_size, bucket_numel=bucket_numel, alignment=alignment)
+sizes = st.none() | st.integers(1, 400)
+
+
+@given(spec_lists(), layouts, st.integers(1, 9), sizes, sizes, st.integers(1, 16))
+def test_every_element_has_exactly_one_holder(specs, layout, world_size, bucket_numel, end_numel, alignment):
+    plan = make_plan(
+        specs, layout, world_size=world_size, bucket_numel=bucket_numel, end_numel=end_numel, alignment=alignment
+    )
     assert find_problems(plan) == []
     # find_problems is code too; count the holders of every element without it.
     holders = {(i, e): 0 for i, spec in enumerate(specs) for e in range(spec.numel)}
@@ -117,10 +122,14 @@ def test_flat_ranges_are_equal_and_padded_by_less_than_a_unit_for_each_rank(spec
         assert piece.start % alignment == 0, "a piece begins where a kernel begins a vector of the whole parameter"
 
 
-@given(spec_lists(one_class=True), st.integers(1, 9), st.integers(1, 60), st.integers(1, 16))
-def test_a_bucket_follows_another_only_where_a_parameter_goes_through_both(specs, world_size, bucket_numel, alignment):
+@given(spec_lists(one_class=True), st.integers(1, 9), st.integers(1, 60), sizes, st.integers(1, 16))
+def test_a_bucket_follows_another_only_where_a_parameter_goes_through_both(
+    specs, world_size, bucket_numel, end_numel, alignment
+):
     """Then the parameter lies in one run: the bucket before is full to its end."""
-    plan = make_plan(specs, Layout.FLAT, world_size=world_size, bucket_numel=bucket_numel, alignment=alignment)
+    plan = make_plan(
+        specs, Layout.FLAT, world_size=world_size, bucket_numel=bucket_numel, end_numel=end_numel, alignment=alignment
+    )
     for before, bucket in itertools.pairwise(plan.buckets):
         last, first = before.segments[-1], bucket.segments[0]
         if bucket.follows:
@@ -161,6 +170,23 @@ def test_a_large_parameter_is_cut_by_flat_and_travels_alone_under_whole():
     assert [bucket.follows for bucket in flat.buckets] == [False, False, True, True, True, True, False]
     whole = make_plan(specs, Layout.WHOLE, world_size=2, bucket_numel=20)
     assert [[piece.param for piece in bucket.pieces] for bucket in whole.buckets] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.WHOLE])
+def test_the_first_bucket_and_the_last_may_be_smaller(layout):
+    """They end, or begin, with the parameter that brings them to the size: one tiny bias is not worth a message."""
+
+    def members(*numels: int, end_numel: int) -> list[list[int]]:
+        specs = simple(*((numel,) for numel in numels))
+        plan = make_plan(specs, layout, world_size=1, bucket_numel=40, end_numel=end_numel)
+        return [sorted(segment.param for segment in bucket.segments) for bucket in plan.buckets]
+
+    assert members(*[10] * 10, end_numel=10) == [[0], [1, 2, 3, 4], [5, 6, 7, 8], [9]]
+    assert members(1, 10, 10, 10, 10, 10, 1, end_numel=5) == [[0, 1], [2, 3, 4], [5, 6]]
+    assert members(10, 10, end_numel=10) == [[0, 1]], "there is nothing between"
+    assert members(10, 10, 10, end_numel=10) == [[0], [1], [2]]
+    assert members(0, 10, 10, 0, end_numel=100) == [[0, 1, 2, 3]]
+    assert members(end_numel=10) == []
 
 
 def test_frozen_parameters_have_a_holder_and_do_not_travel():

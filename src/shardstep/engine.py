@@ -10,6 +10,7 @@ When the facts change (a parameter is frozen, a group is added) a new plan is ma
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +29,11 @@ from shardstep.state.resharding import reshard
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import is_of_torch
 from shardstep.stepping.share import LocalShare
+from shardstep.stepping.two_streams import in_halves, two_streams
 from shardstep.wire.agreement import Agreement, Claim, Facts, agree
 from shardstep.wire.channel import Channel
 from shardstep.wire.choose import open_transport, release
-from shardstep.wire.transport import Gather, finish_gathers
+from shardstep.wire.transport import BucketSizes, Gather, finish_gathers
 from shardstep.wire.turns import Turn, Turns
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -70,13 +72,15 @@ class Engine:
         specs, params = read_specs(groups, trainable), params_of(groups)
         wanted = self._config.bucket_mb
         total = sum(param.nbytes for param, moves in zip(params, trainable, strict=True) if moves)
-        bucket_nbytes = self.transport.bucket_nbytes(total) if wanted is None else wanted * 1e6
+        sizes = self.transport.bucket_sizes(total) if wanted is None else BucketSizes(wanted * 1e6)
+        itemsize = max((param.element_size() for param in params), default=4)
         # Gradients come from the last layer to the first, and so lie the buckets.
         return make_plan(
             specs,
             self._recipe.layout,
             world_size=self.channel.world_size,
-            bucket_numel=max(int(bucket_nbytes / max((p.element_size() for p in params), default=4)), 1),
+            bucket_numel=max(int(sizes.usual / itemsize), 1),
+            end_numel=int(sizes.ends / itemsize) if sizes.ends else None,
             alignment=ALIGNMENT_NBYTES // min((param.element_size() for param in params), default=4),
             order=range(len(specs))[::-1],
         )
@@ -97,6 +101,10 @@ class Engine:
         self._trainable = [spec.trainable for spec in plan.params]
         self._memory = FlatMemory(plan, params_of(groups), self.channel.rank)
         self._together = self.transport.step_order(len(plan.buckets))
+        own = [bucket.own for bucket in self._memory.buckets]
+        self._streams = two_streams(own, groups) if is_of_torch(self._recipe.optimizer_class) else None
+        if self._streams is not None:
+            self._together = in_halves(self._together)
         self.share = LocalShare(
             self._recipe.optimizer_class,
             self._recipe.defaults,
@@ -163,12 +171,10 @@ class Engine:
         self.synchronize()
         self.take_turn(Turn.STEP, groups)
         self._sync_buffers()
-        self._memory.adopt()
-        failure = self._step_and_send(groups)
         trainable = trainable_of(groups)
         changed = trainable != self._trainable
         facts = Facts(map(str, read_specs(groups, trainable))) if changed else self._facts
-        self._agreement.claim(Claim("step", failure, facts))
+        failure = self._step_and_send(groups, facts)
         if self._agreement.is_exchanged_when_read:
             # Now, and on all ranks: later one of them alone may read its weights, and would wait for the others.
             self._agreement.finish()
@@ -208,29 +214,42 @@ class Engine:
         # A new plan may have more parameters, if a group was added; none of them can be late.
         self.gradients.reduce_late([*late, *[0] * (len(self.plan.params) - len(late))])
 
-    def _step_and_send(self, groups: ParamGroups) -> Exception | None:
+    def _step_and_send(self, groups: ParamGroups, facts: Facts) -> Exception | None:
         """One group of buckets is on its way while the next is stepped. Returns what failed on this rank."""
         failure = self._why_not_to_step()
         try:
+            self._memory.adopt()
             self.share.begin(groups, self.gradients.used)
         except Exception as error:  # the others wait for what this rank sends; all raise together at the end
             failure = failure or error
         for gather in self._gathers:
             gather.expect()
-        for number, buckets in enumerate(self._together):
-            try:
-                if failure is None:
-                    self.share.step(number, self.gradients.of_run)
-            except Exception as error:
-                failure = error
-            if self._gathers:
-                sent = {bucket: self._gathers[bucket] for bucket in buckets}
-                self.transport.send(list(sent.values()))
-                self._arriving.update(sent)
+        streams = self._streams
+        if streams is not None:
+            self.gradients.land()  # on the stream that took their memory, before there are two
+        with nullcontext() if streams is None else streams:
+            for number, buckets in enumerate(self._together):
+                with nullcontext() if streams is None else streams.of(number):
+                    try:
+                        if failure is None:
+                            self.share.step(number, self.gradients.of_run)
+                    except Exception as error:
+                        failure = error
+                    if number + 1 == len(self._together):
+                        self._agreement.claim(Claim("step", failure, facts))  # arrives while the last are sent
+                    self._send(buckets)
+        if not self._together:
+            self._agreement.claim(Claim("step", failure, facts))
         if failure is None:
             self.share.end(groups)
         self.gradients.stepped()
         return failure
+
+    def _send(self, buckets: Sequence[int]) -> None:
+        if self._gathers:
+            sent = {bucket: self._gathers[bucket] for bucket in buckets}
+            self.transport.send(list(sent.values()))
+            self._arriving.update(sent)
 
     def _why_not_to_step(self) -> Exception | None:
         unsent = [self.plan.params[place].name for place in self.gradients.unsent()]

@@ -74,6 +74,9 @@ class KeptGradients:
     def used(self) -> Sequence[int]:
         return self._inner.used
 
+    def land(self) -> None:
+        """It did when the pass ended."""
+
     def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
         """What is in `param.grad` lies nowhere side by side: every run is one piece."""
         del bucket

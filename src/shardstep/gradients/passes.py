@@ -174,7 +174,7 @@ class GradientPass:
     def _begin(self) -> None:
         if self.phase is not Phase.RESTING:
             self._turns.announce(Turn.PASS)
-        self._land_all()  # of an earlier pass
+        self.land_all()  # of an earlier pass
         self._move(Phase.FILLING)
         self.order.begin()
 
@@ -239,7 +239,8 @@ class GradientPass:
         self._reductions[bucket].land()
         self._lost = lost_before
 
-    def _land_all(self) -> None:
+    def land_all(self) -> None:
+        """Of the last pass."""
         for bucket in list(self._flying):
             self._land(bucket)
 
@@ -278,7 +279,7 @@ class GradientPass:
 
     def reduce_late(self, late: Sequence[int]) -> None:
         """Reduce what came too late, on some rank; called on every rank if it did on any."""
-        self._land_all()
+        self.land_all()
         self._late = bytes(len(self._params))
         self.order.begin()
         for bucket in self.order.left():
@@ -302,7 +303,7 @@ class GradientPass:
     def drop(self) -> None:
         """Forget all gradients."""
         self._turns.check()
-        self._land_all()  # the memory belongs to the transport until then
+        self.land_all()  # the memory belongs to the transport until then
         if self.phase is Phase.SENT:
             self._poll.forget()
             self._move(Phase.SETTLED)
@@ -319,7 +320,7 @@ class GradientPass:
     def zero(self) -> None:
         """Make all gradients zero, without forgetting that they were there."""
         self._turns.check()
-        self._land_all()
+        self.land_all()
         self._lost = False
         for shard in self.shards:
             if shard is not None:

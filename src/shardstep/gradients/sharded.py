@@ -62,6 +62,9 @@ class Gradients(Protocol):
     def used(self) -> Sequence[int]:
         """Flags: whether some rank has a gradient of a parameter."""
 
+    def land(self) -> None:
+        """All that was reduced is there for what is done from now on."""
+
     def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
         """The mean gradients of neighbours, which all have one or none."""
 
@@ -146,6 +149,9 @@ class ShardedGradients:
     def reduce_late(self, late: Sequence[int]) -> None:
         self.current.reduce_late(late)
         self.used = bytes(self.current.used)
+
+    def land(self) -> None:
+        self.current.land_all()
 
     def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
         shard = self.current.land(bucket)

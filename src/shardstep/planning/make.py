@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from shardstep.planning.layout import Layout, deal_whole
@@ -20,6 +20,7 @@ def make_plan(
     *,
     world_size: int,
     bucket_numel: int | None = None,
+    end_numel: int | None = None,
     alignment: int = 1,
     holders: Sequence[int] | None = None,
     order: Sequence[int] | None = None,
@@ -30,8 +31,9 @@ def make_plan(
 
     `holders[i]` is the rank that holds parameter i, where that was decided elsewhere (by DDP's buckets); WHOLE only.
     `bucket_numel` bounds what travels together (None: one bucket per dtype and device), but for the padding to equal
-    ranges; a WHOLE parameter larger than that travels alone, a FLAT one in several buckets. Parameters begin at
-    multiples of `alignment` elements, and FLAT cuts them at multiples of it.
+    ranges; a WHOLE parameter larger than that travels alone, a FLAT one in several buckets. The first bucket and the
+    last end, or begin, with the parameter that brings them to `end_numel`. Parameters begin at multiples of `alignment`
+    elements, and FLAT cuts them at multiples of it.
     """
     if world_size < 1 or alignment < 1 or (bucket_numel is not None and bucket_numel < 1):
         raise ValueError(
@@ -43,11 +45,12 @@ def make_plan(
     for index in range(len(specs)) if order is None else order:
         spec = specs[index]
         classes.setdefault((spec.device, spec.dtype, spec.trainable), []).append(index)
+    ends = {index for members in classes.values() for index in _set_apart(specs, members, end_numel)}
     if layout is Layout.WHOLE:
         dealt = deal_whole(specs, world_size) if holders is None else list(enumerate(holders))
-        rows = _whole_buckets(specs, classes, world_size, bucket_numel, alignment, dealt)
+        rows = _whole_buckets(specs, classes, world_size, bucket_numel, ends, alignment, dealt)
     else:
-        rows = _flat_buckets(specs, classes, world_size, bucket_numel, alignment)
+        rows = _flat_buckets(specs, classes, world_size, bucket_numel, ends, alignment)
     found = list(rows)
     plan = Plan(
         tuple(specs),
@@ -80,6 +83,7 @@ def _whole_buckets(
     classes: _Classes,
     world_size: int,
     bucket_numel: int | None,
+    ends: Collection[int],
     alignment: int,
     dealt: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[Bucket, bool]]:
@@ -87,7 +91,7 @@ def _whole_buckets(
     turn = {param: position for position, (param, _) in enumerate(dealt)}
     holder = dict(dealt)
     for (device, dtype, trainable), members in classes.items():
-        for chunk in _chunks(specs, members, bucket_numel):
+        for chunk in _chunks(specs, members, bucket_numel, ends):
             in_rank_order = sorted(chunk, key=lambda param: (holder[param], turn[param]))
             offsets = list(accumulate((_aligned(specs[p].numel, alignment) for p in in_rank_order), initial=0))
             segments = [Segment(p, 0, specs[p].numel, at) for p, at in zip(in_rank_order, offsets, strict=False)]
@@ -99,7 +103,12 @@ def _whole_buckets(
 
 
 def _flat_buckets(
-    specs: Sequence[ParamSpec], classes: _Classes, world_size: int, bucket_numel: int | None, alignment: int
+    specs: Sequence[ParamSpec],
+    classes: _Classes,
+    world_size: int,
+    bucket_numel: int | None,
+    ends: Collection[int],
+    alignment: int,
 ) -> Iterator[tuple[Bucket, bool]]:
     """Each bucket, and whether it travels: cut into one equal range for each rank, wherever that falls.
 
@@ -109,21 +118,36 @@ def _flat_buckets(
     granule = world_size * alignment  # the least that can be cut equally
     most = None if bucket_numel is None else -(-bucket_numel // granule) * granule
     for (device, dtype, trainable), members in classes.items():
-        for segments in _fill(specs, members, most, alignment):
+        for segments in _fill(specs, members, most, ends, alignment):
             filled = max((_aligned(segment.end, alignment) for segment in segments), default=0)
             width = -(-filled // granule) * alignment
             yield Bucket(tuple(segments), EqualRanges(world_size, width), dtype, device), trainable
 
 
+def _set_apart(specs: Sequence[ParamSpec], members: Sequence[int], end_numel: int | None) -> list[int]:
+    """The parameters that begin the second bucket and the last one, if the ends are to be small; none of a few."""
+    if end_numel is None:
+        return []
+
+    def reaches(sizes: Iterable[int]) -> int:
+        """How many of these come to `end_numel`."""
+        return 1 + sum(1 for filled in accumulate(sizes) if filled < end_numel)
+
+    numels = [specs[param].numel for param in members]
+    second, last = reaches(numels), len(members) - reaches(reversed(numels))
+    return [members[second], members[last]] if second < last else []
+
+
 def _fill(
-    specs: Sequence[ParamSpec], members: Sequence[int], most: int | None, alignment: int
+    specs: Sequence[ParamSpec], members: Sequence[int], most: int | None, ends: Collection[int], alignment: int
 ) -> Iterator[list[Segment]]:
     """The segments of one bucket after the other; none is filled beyond `most`."""
     segments: list[Segment] = []
     filled = 0
     for param in members:
         start, numel = 0, specs[param].numel
-        if most is not None and filled and filled + _aligned(numel, alignment) > most:
+        full = param in ends or (most is not None and filled + _aligned(numel, alignment) > most)
+        if filled and full:
             yield segments
             segments, filled = [], 0
         while most is not None and numel - start > most:
@@ -137,12 +161,15 @@ def _fill(
         yield segments
 
 
-def _chunks(specs: Sequence[ParamSpec], members: Sequence[int], bucket_numel: int | None) -> Iterator[list[int]]:
+def _chunks(
+    specs: Sequence[ParamSpec], members: Sequence[int], bucket_numel: int | None, ends: Collection[int]
+) -> Iterator[list[int]]:
     """Consecutive parameters that together stay within `bucket_numel`, or one alone that does not."""
     chunk: list[int] = []
     filled = 0
     for param in members:
-        if chunk and bucket_numel is not None and filled + specs[param].numel > bucket_numel:
+        full = param in ends or (bucket_numel is not None and filled + specs[param].numel > bucket_numel)
+        if chunk and full:
             yield chunk
             chunk, filled = [], 0
         chunk.append(param)

@@ -65,9 +65,10 @@ class Agreement:
         self.is_open = False  # claimed, and not yet finished
 
     def claim(self, claim: Claim) -> None:
-        """How this rank fared."""
+        """How this rank fared. It is on its way when this returns."""
         self._claim, self.is_open = claim, True
         self._poll.ask(bytes([claim.failure is not None]) + claim.facts.digest)
+        self._poll.hurry()
 
     def finish(self) -> None:
         """Raise if a rank failed, or if the ranks do not hold the same facts."""

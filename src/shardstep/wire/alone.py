@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from shardstep.planning import Bucket
-from shardstep.wire.transport import Check, Gather, Memory, Message, Parts, Reduction, few_large_buckets, send_each
+from shardstep.wire.transport import (
+    BucketSizes,
+    Check,
+    Gather,
+    Memory,
+    Message,
+    Parts,
+    Reduction,
+    few_large_buckets,
+    send_each,
+)
 
 
 class Alone:
@@ -42,7 +52,7 @@ class Alone:
         del highest
         return values
 
-    def bucket_nbytes(self, total: int) -> float:
+    def bucket_sizes(self, total: int) -> BucketSizes:
         return few_large_buckets(total)
 
     def in_place_nbytes(self, device: torch.device) -> float:

@@ -8,6 +8,7 @@ import torch
 
 from shardstep.planning import Bucket
 from shardstep.wire.transport import (
+    BucketSizes,
     Check,
     Gather,
     HolderReduction,
@@ -62,8 +63,8 @@ class ByDevice:
     def add_up(self, values: torch.Tensor, *, highest: bool = False) -> torch.Tensor:
         return self._transports[values.device.type].add_up(values, highest=highest)
 
-    def bucket_nbytes(self, total: int) -> float:
-        return min(one.bucket_nbytes(total) for one in self._transports.values())
+    def bucket_sizes(self, total: int) -> BucketSizes:
+        return BucketSizes(min(one.bucket_sizes(total).usual for one in self._transports.values()))
 
     def in_place_nbytes(self, device: torch.device) -> float:
         return self._transports[device.type].in_place_nbytes(device)

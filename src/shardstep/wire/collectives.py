@@ -30,6 +30,7 @@ from shardstep.wire.channel import Channel
 from shardstep.wire.lane import Lane, Trip
 from shardstep.wire.tensors import IN_PLACE_NBYTES, as_bytes, broadcast_tensors
 from shardstep.wire.transport import (
+    BucketSizes,
     Check,
     Gather,
     HolderReduction,
@@ -143,7 +144,7 @@ class Collectives:
         trip.join()
         return total
 
-    def bucket_nbytes(self, total: int) -> float:
+    def bucket_sizes(self, total: int) -> BucketSizes:
         return few_large_buckets(total)
 
     def in_place_nbytes(self, device: torch.device) -> float:

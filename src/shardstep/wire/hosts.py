@@ -7,8 +7,8 @@ their first members, and so on: each rank has a few dozen connections, among 16 
 combined on the way (the highest and the lowest of every byte), so that a rank sends as much at any number of ranks.
 
 [Note: together] Several questions may be open at a time, and ranks that have gone apart ask different ones. So nothing
-is sent when a question is asked. When the first answer is needed, all that is open goes in one message of fixed size,
-with a digest of what is being asked: if ranks ask different things, all of them see it, and all of them raise.
+is sent when a question is asked. When the first answer is needed, or soon will be, all that is open goes in one message
+of fixed size, with a digest of what is being asked: if ranks ask different things, all of them see it, and all raise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,6 +43,34 @@ class Combined:
     lowest: bytes
 
 
+class Sent:
+    """A record that is being combined: `works` are the steps of it, of which the first has begun."""
+
+    def __init__(self, values: torch.Tensor, works: Iterator[Any]) -> None:
+        self._values, self._works, self._first = values, works, next(works)
+
+    def read(self) -> Combined:
+        """Wait for the other hosts."""
+        self._first.wait()
+        for work in self._works:
+            work.wait()
+        high, low = self._values.chunk(2)
+        return Combined(high.numpy().tobytes(), (~low).numpy().tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """All that was open, under way in one message."""
+
+    asked: Sequence[tuple[int, tuple[bytes, str]]]  # by question: the record, and what this rank is doing
+    parts: Sequence[bytes]  # of each question: its record, or whether that has changed
+    is_short: Sequence[bool]
+    sent: Sent
+
+    def has(self, question: int) -> bool:
+        return any(question == other for other, _ in self.asked)
+
+
 class Hosts:
     """The hosts of one process group: the groups `below` the top that this rank is in, and the `top` if it is in it."""
 
@@ -51,8 +79,11 @@ class Hosts:
         self._below, self._top = below, top
         self._questions = 0
         self._open: dict[int, tuple[bytes, str]] = {}  # by question: the record, and what this rank is doing
+        self._under_way: _Exchange | None = None
         self._answers: dict[int, Combined] = {}
         self._long: dict[int, tuple[bytes, Combined]] = {}  # of long records: the last one, and what came of it
+
+    # -- questions ----------------------------------------------------------------------------------------------------
 
     def new_question(self) -> int:
         """All ranks make them in the same order, so they count alike."""
@@ -61,19 +92,31 @@ class Hosts:
 
     def ask(self, question: int, record: bytes, doing: str) -> None:
         """Records of one question have one length. Asked again before it is answered, the last counts."""
-        self._answers.pop(question, None)
+        self.forget(question)
         self._open[question] = (record, doing)
 
+    def start(self) -> None:
+        """What is open goes on its way now: what this rank does until it reads an answer costs no time."""
+        self._read()
+        if self._open:
+            self._under_way = self._send_open()
+
     def forget(self, question: int) -> None:
+        if self._under_way is not None and self._under_way.has(question):
+            self._read()
         self._open.pop(question, None)
         self._answers.pop(question, None)
 
     def answer(self, question: int) -> Combined:
-        if question not in self._answers and question not in self._open:
-            raise RanksApartError("what this rank asked was lost when the ranks went apart")
+        self._read()
         if question not in self._answers:
-            self._exchange()
+            if question not in self._open:
+                raise RanksApartError("what this rank asked was lost when the ranks went apart")
+            self.start()
+            self._read()
         return self._answers.pop(question)
+
+    # -- records ------------------------------------------------------------------------------------------------------
 
     def rows(self, record: bytes) -> list[bytes]:
         """The record of every rank: for errors, because it is as long as there are ranks. Called by all ranks."""
@@ -85,20 +128,26 @@ class Hosts:
 
     def combine(self, record: bytes) -> Combined:
         """Byte for byte the highest and the lowest of all ranks; of the same length on every rank."""
+        self._read()  # what was sent before is read before
+        return self.send(record).read()
+
+    def send(self, record: bytes) -> Sent:
         own = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         values = torch.cat([own, ~own])
-        for group in self._below:
-            group.reduce([values], _to_first()).wait()
-        if self._top is not None:
-            highest: Any = dist.AllreduceOptions()
-            highest.reduceOp = dist.ReduceOp.MAX
-            self._top.allreduce([values], highest).wait()
-        for group in reversed(self._below):
-            group.broadcast([values], dist.BroadcastOptions()).wait()  # from the first
-        high, low = values[: len(own)], ~values[len(own) :]
-        return Combined(high.numpy().tobytes(), low.numpy().tobytes())
+        return Sent(values, self._up_and_down(values))
 
-    def _exchange(self) -> None:
+    def _up_and_down(self, values: torch.Tensor) -> Iterator[Any]:
+        """To the first of each group, among those at the top, and back. Each step begins when the last is over."""
+        for group in self._below:
+            yield group.reduce([values], _highest(dist.ReduceOptions()))
+        if self._top is not None:
+            yield self._top.allreduce([values], _highest(dist.AllreduceOptions()))
+        for group in reversed(self._below):
+            yield group.broadcast([values], dist.BroadcastOptions())  # from the first
+
+    # -- what is open, in one message ---------------------------------------------------------------------------------
+
+    def _send_open(self) -> _Exchange:
         asked, self._open = sorted(self._open.items()), {}
         shape = repr([(question, len(record)) for question, (record, _) in asked]).encode()
         short = [len(record) <= _SHORT for _, (record, _) in asked]
@@ -110,12 +159,20 @@ class Hosts:
         ]
         frame = hashlib.blake2b(shape, digest_size=8).digest() + b"".join(parts)
         assert len(frame) <= _FRAME, "more than a hundred questions are open at a time"
-        came = self.combine(frame.ljust(_FRAME, b"\0"))
+        return _Exchange(asked, parts, short, self.send(frame.ljust(_FRAME, b"\0")))
+
+    def _read(self) -> None:
+        """What is under way, if anything is."""
+        exchange, self._under_way = self._under_way, None
+        if exchange is None:
+            return
+        came = exchange.sent.read()
         if came.highest[:8] != came.lowest[:8]:
-            self._raise_apart([doing for _, (_, doing) in asked])
+            self._raise_apart([doing for _, (_, doing) in exchange.asked])
         changed = []
         place = 8
-        for (question, (record, _)), part, is_short in zip(asked, parts, short, strict=True):
+        rows = zip(exchange.asked, exchange.parts, exchange.is_short, strict=True)
+        for (question, (record, _)), part, is_short in rows:
             span = slice(place, place + len(part))
             place += len(part)
             if is_short:
@@ -124,12 +181,12 @@ class Hosts:
                 self._answers[question] = self._long[question][1]
             else:
                 changed.append((question, record))
-        self._exchange_long(changed)
+        self._read_long(changed)
 
     def _news(self, question: int, record: bytes) -> bytes:
         return bytes([question not in self._long or self._long[question][0] != record])
 
-    def _exchange_long(self, changed: Sequence[tuple[int, bytes]]) -> None:
+    def _read_long(self, changed: Sequence[tuple[int, bytes]]) -> None:
         if not changed:
             return
         came = self.combine(b"".join(record for _, record in changed))
@@ -147,8 +204,7 @@ class Hosts:
         raise RanksApartError(describe_apart(words))
 
 
-def _to_first() -> Any:
-    options: Any = dist.ReduceOptions()
+def _highest(options: Any) -> Any:
     options.reduceOp = dist.ReduceOp.MAX
     return options
 

@@ -46,15 +46,19 @@ class Trip:
         self._streams, self._device = streams, device
         self._kept: Any = kept
         self._done: Any = None
+        self._joined: Any = None  # the stream that joined it last
 
     def end(self) -> None:
         self._done = self._streams.current_stream(self._device).record_event()
 
     def join(self) -> None:
-        """What is enqueued from now on runs behind it. The host does not wait."""
+        """What is enqueued from now on runs behind it. The host does not wait. Gathers that share it join it once."""
         if self._done is not None:
             # Of the parameters' device, which a program need not have made the current one.
-            self._streams.current_stream(self._device).wait_event(self._done)
+            stream = self._streams.current_stream(self._device)
+            if stream != self._joined:
+                stream.wait_event(self._done)
+                self._joined = stream
         self._kept = None
 
     def sweep(self) -> bool:

@@ -17,7 +17,18 @@ from shardstep.wire.channel import Channel, take_tags, this_host
 from shardstep.wire.message_gathers import DirectGather, RingReduction
 from shardstep.wire.records import open_poll
 from shardstep.wire.tensors import IN_PLACE_NBYTES, as_bytes, broadcast_tensors
-from shardstep.wire.transport import Check, Gather, Memory, Message, Parts, RangeMessage, Reduction, in_order, send_each
+from shardstep.wire.transport import (
+    BucketSizes,
+    Check,
+    Gather,
+    Memory,
+    Message,
+    Parts,
+    RangeMessage,
+    Reduction,
+    in_order,
+    send_each,
+)
 
 BUCKET_MB = 25.0
 BUCKET_MB_BETWEEN_HOSTS = 8.0  # links are slow there, and the first bytes should go early
@@ -81,9 +92,9 @@ class Messages:
         together = torch.stack(rows)
         return (together.amax(0) if highest else together.sum(0)).view(values.shape).to(values.device)
 
-    def bucket_nbytes(self, total: int) -> float:
+    def bucket_sizes(self, total: int) -> BucketSizes:
         del total
-        return (BUCKET_MB if self._one_host else BUCKET_MB_BETWEEN_HOSTS) * 1e6
+        return BucketSizes((BUCKET_MB if self._one_host else BUCKET_MB_BETWEEN_HOSTS) * 1e6)
 
     def in_place_nbytes(self, device: torch.device) -> float:
         del device

@@ -37,6 +37,9 @@ class Poll(Protocol):
     def ask(self, record: bytes) -> None:
         """This rank's record. Returns at once; of an earlier one that nobody has read, the answer is lost."""
 
+    def hurry(self) -> None:
+        """The answer is wanted soon: what is asked goes out now, if it has not yet."""
+
     def answer(self) -> Answer:
         """Wait for the other ranks' hosts, never for a device."""
 
@@ -62,6 +65,8 @@ class _Soliloquy:
 
     def ask(self, record: bytes) -> None:
         self._record, self.is_open = record, True
+
+    def hurry(self) -> None: ...
 
     def answer(self) -> Answer:
         assert self.is_open, "an answer is read once for each question"
@@ -114,6 +119,9 @@ class DirectPoll:
                 work.append(dist.irecv(self._landing[other], group=group, group_src=other, tag=self.tag))
                 work.append(dist.isend(own, group=group, group_dst=other, tag=self.tag))
 
+    def hurry(self) -> None:
+        """It went when it was asked."""
+
     def answer(self) -> Answer:
         assert self.is_open, "an answer is read once for each question"
         self._afloat.wait()
@@ -139,6 +147,9 @@ class _HostPoll:
     def ask(self, record: bytes) -> None:
         self._record, self.is_open = record, True
         self._hosts.ask(self._question, record, self._words(record))
+
+    def hurry(self) -> None:
+        self._hosts.start()
 
     def answer(self) -> Answer:
         assert self.is_open, "an answer is read once for each question"

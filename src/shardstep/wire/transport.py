@@ -7,6 +7,7 @@ between backends is asked of it, as a size or an order, and never as a name.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,17 @@ class Message(Protocol):
 
     def landed(self, values: torch.Tensor) -> None:
         """The values have arrived in what `landing` returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSizes:
+    """In bytes. `ends`: of the first and of the last bucket, if they are to be smaller.
+
+    The links are idle until the first bucket is full; and what the next forward needs first is in the last one.
+    """
+
+    usual: float
+    ends: float | None = None
 
 
 class Gather(Protocol):
@@ -129,7 +141,7 @@ class Transport(Protocol):
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
-    def bucket_nbytes(self, total: int) -> float:
+    def bucket_sizes(self, total: int) -> BucketSizes:
         """What should travel together of a model of so many bytes."""
 
     def in_place_nbytes(self, device: torch.device) -> float:
@@ -196,13 +208,15 @@ def send_each(gathers: Sequence[Gather]) -> None:
 
 
 LEAST_MB, USUAL_MB, MOST_MB = 8.0, 64.0, 128.0
-FEW, MANY = 3.9, 64  # buckets: of a small model, so that the first goes while the last is computed; and of a large one
+FEW, MANY = 3.4, 48  # buckets of usual size: of a small model, so that few calls are made late; and of a large one
+END = 0.25  # of the usual size
 
 
-def few_large_buckets(total: int) -> float:
-    """The bytes of a bucket where each costs the host a call or more; `total` are those of the model."""
+def few_large_buckets(total: int) -> BucketSizes:
+    """Where each bucket costs the host a call or more; `total` are the bytes of the model."""
     usual = min(USUAL_MB * 1e6, max(LEAST_MB * 1e6, total / FEW))
-    return max(usual, min(MOST_MB * 1e6, total / MANY))
+    usual = max(usual, min(MOST_MB * 1e6, total / MANY))
+    return BucketSizes(usual, END * usual)
 
 
 def in_order(buckets: int) -> list[list[int]]:
