@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from shardstep.planning import Bucket, EqualRanges
 from shardstep.wire.channel import Channel
@@ -42,7 +43,9 @@ from shardstep.wire.transport import (
     send_each,
 )
 
-STEPPED_TOGETHER = 6  # groups of buckets: the first is on its way while the others are stepped
+FEW_BUCKETS = 6  # so many are stepped one by one
+STEPPED_TOGETHER = (1 / 8, 3 / 8, 5 / 8, 1)  # more, in groups that end here: the first is soon on its way
+_COALESCING = {"nccl", "gloo"}  # backends that take several gathers in one call
 SLOTS = 1  # buckets being reduced while the next one fills
 
 # The names of 2.13, which warns about those that 2.11 has.
@@ -133,7 +136,7 @@ class Collectives:
     def _one_launch(self, device: torch.device) -> Any:
         """Calls inside go to the backend together."""
         together = getattr(dist.distributed_c10d, "_coalescing_manager", None)
-        if together is None or self._channel.backends.get(device.type) != "nccl":
+        if together is None or self._channel.backends.get(device.type) != "nccl":  # Gloo knows no coalesced reductions
             return nullcontext()
         return together(self._group, device)
 
@@ -152,29 +155,47 @@ class Collectives:
         return IN_PLACE_NBYTES
 
     def step_order(self, buckets: int) -> list[list[int]]:
-        """From the last to the first, which the next forward needs first; a few at a time, for few launches."""
+        """From the last to the first, which the next forward needs first; of many a few at a time, for few launches."""
         order = list(range(buckets))[::-1]
-        cuts = [round(part * buckets / STEPPED_TOGETHER) for part in range(STEPPED_TOGETHER + 1)]
-        return [order[start:stop] for start, stop in pairwise(cuts) if start < stop]
+        if buckets <= FEW_BUCKETS:
+            return [[bucket] for bucket in order]
+        cuts = [0, *(round(part * buckets) for part in STEPPED_TOGETHER)]
+        return [order[start:stop] for start, stop in pairwise(cuts)]
 
     def range_gathers(self, memory: Sequence[Memory], *, ring: bool) -> Sequence[Gather]:
         del ring
-        return [RangeGather(self._lane, bucket, self._gather_ranges) for bucket in memory]
+        return [
+            EqualRangeGather(self._lane, bucket, self._group)
+            if isinstance(bucket.bucket.ranges, EqualRanges)
+            else WholeRangeGather(self._lane, bucket, self._gather_whole)
+            for bucket in memory
+        ]
 
     def send(self, gathers: Sequence[Gather]) -> None:
-        """In one launch, which costs the host a quarter of as many."""
-        ranges = [gather for gather in gathers if isinstance(gather, RangeGather) and gather.has_equal_ranges]
-        if len(ranges) < 2 or len(ranges) != len(gathers):
+        """In one launch, which costs the host a fraction of as many."""
+        ranges = [gather for gather in gathers if isinstance(gather, EqualRangeGather) and gather.whole.numel()]
+        if len(ranges) < 2 or len(ranges) != len(gathers) or not self._coalesces(ranges[0].whole.device):
             send_each(gathers)
             return
-        with self._lane.trip() as trip, self._one_launch(ranges[0].device):
-            for gather in ranges:
-                gather.issue(trip)
+        with self._lane.trip() as trip:
+            self._gather_together([gather.whole for gather in ranges], [gather.own for gather in ranges])
+        for gather in ranges:
+            gather.trip = trip
 
-    def _gather_ranges(self, bucket: Memory) -> None:
-        if isinstance(bucket.bucket.ranges, EqualRanges):
-            _all_gather(as_bytes(bucket.values), as_bytes(bucket.own), group=self._group)
-            return
+    def _coalesces(self, device: torch.device) -> bool:
+        return self._channel.backends.get(device.type, "").lower() in _COALESCING
+
+    def _gather_together(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """torch's own way to coalesce comes down to this call, by a wrapper round every tensor."""
+        group: Any = self._group
+        together = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+        options: Any = AllgatherOptions()
+        options.asyncOp = False  # on the stream that is current
+        work = together(outputs, inputs, options)
+        if work is not None:
+            work.wait()
+
+    def _gather_whole(self, bucket: Memory) -> None:
         ranges = [bucket.range_of(rank) for rank in range(self._channel.world_size)]
         self._broadcast_each([(rank, values) for rank, values in enumerate(ranges) if values.numel()])
 
@@ -248,8 +269,35 @@ class CollectiveReduction:
             self._trip = None
 
 
-class RangeGather:
-    """One bucket, gathered where it lies."""
+class EqualRangeGather:
+    """One bucket, gathered where it lies; by itself, or with others in one launch."""
+
+    hops = 0
+
+    def __init__(self, lane: Lane, memory: Memory, group: Any) -> None:
+        self._lane, self._group = lane, group
+        self.whole, self.own = as_bytes(memory.values), as_bytes(memory.own)
+        self.trip: Trip | None = None
+
+    def expect(self) -> None:
+        """A collective is one call on all ranks."""
+
+    def send(self) -> None:
+        with self._lane.trip() as self.trip:
+            if self.whole.numel():
+                _all_gather(self.whole, self.own, group=self._group)
+
+    def pass_on(self, distance: int) -> None:
+        """The backend does."""
+
+    def finish(self) -> None:
+        if self.trip is not None:
+            self.trip.join()
+            self.trip = None
+
+
+class WholeRangeGather:
+    """One bucket of which every rank has a range of its own size."""
 
     hops = 0
 
@@ -260,23 +308,9 @@ class RangeGather:
     def expect(self) -> None:
         """A collective is one call on all ranks."""
 
-    @property
-    def has_equal_ranges(self) -> bool:
-        return isinstance(self._memory.bucket.ranges, EqualRanges)
-
-    @property
-    def device(self) -> torch.device:
-        return self._memory.values.device
-
     def send(self) -> None:
-        with self._lane.trip() as trip:
-            self.issue(trip)
-
-    def issue(self, trip: Trip) -> None:
-        """As part of a trip."""
-        if self._memory.values.numel():
+        with self._lane.trip() as self._trip:
             self._gather(self._memory)
-        self._trip = trip
 
     def pass_on(self, distance: int) -> None:
         """The backend does."""

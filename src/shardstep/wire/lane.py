@@ -56,7 +56,8 @@ class Trip:
         if self._done is not None:
             # Of the parameters' device, which a program need not have made the current one.
             stream = self._streams.current_stream(self._device)
-            if stream != self._joined:
+            # torch says of a stream and None that they are neither equal nor unequal.
+            if self._joined is None or stream != self._joined:
                 stream.wait_event(self._done)
                 self._joined = stream
         self._kept = None
