@@ -24,13 +24,14 @@ It starts its own ranks and the multi-process service; as root, from the root of
   PYTHONPATH=src python benchmarks/gpu.py --only speed       one part; it can be given several times
   python benchmarks/gpu.py --device cpu --quick              toy models without a GPU: shows that everything runs
 
-Results go to benchmarks/results/gpu.md and .json, those of single parts to gpu_<part>.md and .json, the profiler's
-trace to gpu_trace.json.gz (--quick: the same names in benchmarks/results/quick/, which git ignores).
+Results go to benchmarks/results/gpu.md and .json, those of single parts and of given ranks to gpu_<part>.md and
+gpu_<part>_<ranks>_ranks.md, the profiler's trace to gpu_trace.json.gz (--quick: the same names in
+benchmarks/results/quick/, which git ignores).
 Exit status: 0 if every target is met, 1 if one is not, 2 if a rank failed or the contenders disagree.
 """
 
 METHOD = """\
-{device}. {ranks}
+{device}. {ended}
 
 Speed: contenders train in the same processes, in turn; a ratio is that of two blocks of one round. A block is five
 steps after one that is not timed, begun together and ended by waiting for the device; a time is that of the slowest
@@ -87,17 +88,18 @@ def main() -> int:
     console = make_console()
     environment()  # what would fail in it should fail now, not when the GPU's time is spent
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # or a terminated run would leave the service behind
-    name = "_".join(["gpu", *dict.fromkeys(arguments.only or [])])
+    ranks = [f"{ranks}_ranks" for ranks in arguments.ranks or ()]
+    name = "_".join(["gpu", *dict.fromkeys(arguments.only or []), *ranks])
     folder = RESULTS / "quick" if arguments.quick else RESULTS
     results, failures = start_all(list(launches(arguments, folder / "gpu_trace.json.gz")), console)
     if not results:
         return 2
     device = ", ".join(f"{key} {value}" for key, value in results[0]["device"].items())
-    ranks = "Failed: " + "; ".join(failures) + "." if failures else "All launches ended well."
+    ended = "Failed: " + "; ".join(failures) + "." if failures else "All launches ended well."
     report = Report(
         name=name,
         title="shardstep on a GPU",
-        method=METHOD.format(device=device, ranks=ranks),
+        method=METHOD.format(device=device, ended=ended),
         grids=tuple(all_grids(results)),
         targets=tuple(all_targets(results)),
         raw={"launches": results, "failures": failures},

@@ -200,7 +200,7 @@ def test_two_collectives_for_a_bucket_and_two_small_records(workers, ranks):
             assert calls == {
                 "_reduce_scatter_base_": int(buckets),
                 # Of many buckets several go in one call.
-                **({"_allgather_base_": int(buckets)} if int(buckets) <= 6 else {GATHERS_TOGETHER: 4}),
+                **({"_allgather_base_": int(buckets)} if int(buckets) <= 6 else {GATHERS_TOGETHER: 3}),
                 "records": 2,  # between hosts
             }
 

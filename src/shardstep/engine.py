@@ -33,7 +33,7 @@ from shardstep.stepping.two_streams import in_halves, two_streams
 from shardstep.wire.agreement import Agreement, Claim, Facts, agree
 from shardstep.wire.channel import Channel
 from shardstep.wire.choose import open_transport, release
-from shardstep.wire.transport import BucketSizes, Gather, finish_gathers
+from shardstep.wire.transport import BucketSizes, Gather
 from shardstep.wire.turns import Turn, Turns
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -271,7 +271,7 @@ class Engine:
     def wait_for(self, buckets: Sequence[int]) -> None:
         waiting = [bucket for bucket in buckets if bucket in self._arriving]
         if waiting:
-            finish_gathers([self._arriving[bucket] for bucket in waiting])
+            self.transport.finish([self._arriving[bucket] for bucket in waiting])
             for bucket in waiting:
                 del self._arriving[bucket]
 

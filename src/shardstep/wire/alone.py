@@ -18,6 +18,7 @@ from shardstep.wire.transport import (
     Parts,
     Reduction,
     few_large_buckets,
+    finish_gathers,
     send_each,
 )
 
@@ -41,6 +42,9 @@ class Alone:
 
     def send(self, gathers: Sequence[Gather]) -> None:
         send_each(gathers)
+
+    def finish(self, gathers: Sequence[Gather]) -> None:
+        finish_gathers(gathers)
 
     def reductions(
         self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None

@@ -16,6 +16,7 @@ from shardstep.wire.transport import (
     Message,
     Reduction,
     Transport,
+    finish_gathers,
     in_order,
     send_each,
 )
@@ -53,6 +54,9 @@ class ByDevice:
 
     def send(self, gathers: Sequence[Gather]) -> None:
         send_each(gathers)
+
+    def finish(self, gathers: Sequence[Gather]) -> None:
+        finish_gathers(gathers)
 
     def reductions(
         self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None

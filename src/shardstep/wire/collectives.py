@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from shardstep.planning import Bucket, EqualRanges
 from shardstep.wire.channel import Channel
+from shardstep.wire.collective_gathers import EqualRangeGather, MessageGather, WholeRangeGather
 from shardstep.wire.lane import Lane, Trip
 from shardstep.wire.tensors import IN_PLACE_NBYTES, as_bytes, broadcast_tensors
 from shardstep.wire.transport import (
@@ -44,12 +45,11 @@ from shardstep.wire.transport import (
 )
 
 FEW_BUCKETS = 6  # so many are stepped one by one
-STEPPED_TOGETHER = (1 / 8, 3 / 8, 5 / 8, 1)  # more, in groups that end here: the first is soon on its way
+STEPPED_TOGETHER = (1 / 8, 9 / 16, 1)  # more, in groups that end here: the first is soon on its way
 _COALESCING = {"nccl", "gloo"}  # backends that take several gathers in one call
 SLOTS = 1  # buckets being reduced while the next one fills
 
-# The names of 2.13, which warns about those that 2.11 has.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# The name of 2.13, which warns about that which 2.11 has.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -182,6 +182,16 @@ class Collectives:
         for gather in ranges:
             gather.trip = trip
 
+    def finish(self, gathers: Sequence[Gather]) -> None:
+        """Those that were sent together share a trip, and it takes one join."""
+        ranges = [gather for gather in gathers if isinstance(gather, EqualRangeGather)]
+        for trip in {gather.trip for gather in ranges if gather.trip is not None}:
+            trip.join()
+        for gather in ranges:
+            gather.trip = None
+        for other in gathers:
+            other.finish()
+
     def _coalesces(self, device: torch.device) -> bool:
         return self._channel.backends.get(device.type, "").lower() in _COALESCING
 
@@ -269,100 +279,6 @@ class CollectiveReduction:
             self._trip = None
 
 
-class EqualRangeGather:
-    """One bucket, gathered where it lies; by itself, or with others in one launch."""
-
-    hops = 0
-
-    def __init__(self, lane: Lane, memory: Memory, group: Any) -> None:
-        self._lane, self._group = lane, group
-        self.whole, self.own = as_bytes(memory.values), as_bytes(memory.own)
-        self.trip: Trip | None = None
-
-    def expect(self) -> None:
-        """A collective is one call on all ranks."""
-
-    def send(self) -> None:
-        with self._lane.trip() as self.trip:
-            if self.whole.numel():
-                _all_gather(self.whole, self.own, group=self._group)
-
-    def pass_on(self, distance: int) -> None:
-        """The backend does."""
-
-    def finish(self) -> None:
-        if self.trip is not None:
-            self.trip.join()
-            self.trip = None
-
-
-class WholeRangeGather:
-    """One bucket of which every rank has a range of its own size."""
-
-    hops = 0
-
-    def __init__(self, lane: Lane, memory: Memory, gather: Callable[[Memory], None]) -> None:
-        self._lane, self._memory, self._gather = lane, memory, gather
-        self._trip: Trip | None = None
-
-    def expect(self) -> None:
-        """A collective is one call on all ranks."""
-
-    def send(self) -> None:
-        with self._lane.trip() as self._trip:
-            self._gather(self._memory)
-
-    def pass_on(self, distance: int) -> None:
-        """The backend does."""
-
-    def finish(self) -> None:
-        if self._trip is not None:
-            self._trip.join()
-            self._trip = None
-
-
-class MessageGather:
-    """Messages of whole parameters: all that lie where they are received in one launch, and the packed ones behind."""
-
-    hops = 0
-
-    def __init__(
-        self,
-        lane: Lane,
-        messages: Sequence[Sequence[Message]],
-        rank: int,
-        broadcast_each: Callable[[Sequence[tuple[int, torch.Tensor]]], None],
-    ) -> None:
-        self._lane, self._rank, self._broadcast_each = lane, rank, broadcast_each
-        self._messages = [(source, message) for source, row in enumerate(messages) for message in row if message.nbytes]
-        self._arriving: list[tuple[Message, torch.Tensor]] = []
-        self._trip: Trip | None = None
-
-    def expect(self) -> None:
-        """A collective is one call on all ranks."""
-
-    def send(self) -> None:
-        values: list[tuple[int, torch.Tensor]] = []
-        for source, message in self._messages:
-            own = source == self._rank
-            values.append((source, message.outgoing() if own else message.landing()))
-            if not own:
-                self._arriving.append((message, values[-1][1]))
-        with self._lane.trip(*(tensor for _, tensor in values)) as self._trip:
-            self._broadcast_each(values)
-
-    def pass_on(self, distance: int) -> None:
-        """The backend does."""
-
-    def finish(self) -> None:
-        if self._trip is not None:
-            self._trip.join()
-            self._trip = None
-        for message, values in self._arriving:
-            message.landed(values)
-        self._arriving = []
-
-
 class OrderedReduction:
     """DDP's buckets with a backend that runs reductions in the order in which they are issued: the last ends last."""
 
@@ -373,7 +289,8 @@ class OrderedReduction:
 
     def begin(self, bucket: int, parts: Sequence[torch.Tensor], last: bool) -> torch.futures.Future[Any]:
         del bucket, last
-        return _reduce_to_holders(parts, self._group)[-1]
+        futures = _reduce_to_holders(parts, self._group)
+        return futures[-1] if futures else torch.futures.collect_all([])
 
 
 class UnorderedReduction:

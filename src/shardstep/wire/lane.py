@@ -46,20 +46,15 @@ class Trip:
         self._streams, self._device = streams, device
         self._kept: Any = kept
         self._done: Any = None
-        self._joined: Any = None  # the stream that joined it last
 
     def end(self) -> None:
         self._done = self._streams.current_stream(self._device).record_event()
 
     def join(self) -> None:
-        """What is enqueued from now on runs behind it. The host does not wait. Gathers that share it join it once."""
+        """What is enqueued from now on runs behind it. The host does not wait."""
         if self._done is not None:
             # Of the parameters' device, which a program need not have made the current one.
-            stream = self._streams.current_stream(self._device)
-            # torch says of a stream and None that they are neither equal nor unequal.
-            if self._joined is None or stream != self._joined:
-                stream.wait_event(self._done)
-                self._joined = stream
+            self._streams.current_stream(self._device).wait_event(self._done)
         self._kept = None
 
     def sweep(self) -> bool:

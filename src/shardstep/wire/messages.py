@@ -26,6 +26,7 @@ from shardstep.wire.transport import (
     Parts,
     RangeMessage,
     Reduction,
+    finish_gathers,
     in_order,
     send_each,
 )
@@ -75,6 +76,9 @@ class Messages:
 
     def send(self, gathers: Sequence[Gather]) -> None:
         send_each(gathers)
+
+    def finish(self, gathers: Sequence[Gather]) -> None:
+        finish_gathers(gathers)
 
     def reductions(
         self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None

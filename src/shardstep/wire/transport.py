@@ -153,6 +153,9 @@ class Transport(Protocol):
     def send(self, gathers: Sequence[Gather]) -> None:
         """This rank's parameters in all of these are final; they were stepped together."""
 
+    def finish(self, gathers: Sequence[Gather]) -> None:
+        """Everything that is done from now on finds the new parameters of all of these."""
+
     def range_gathers(self, memory: Sequence[Memory], *, ring: bool) -> Sequence[Gather]:
         """One for each bucket; none at all if there is nobody to gather from.
 
