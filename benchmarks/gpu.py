@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gpu_contenders import WAIT, WEIGHED
-from gpu_ranks import Launch, start_all
+from gpu_ranks import Launch, start_all, stop
 from gpu_tables import all_grids, all_targets
 from report import RESULTS, Report, environment, make_console
 
@@ -87,7 +87,7 @@ def main() -> int:
     arguments = parse_arguments()
     console = make_console()
     environment()  # what would fail in it should fail now, not when the GPU's time is spent
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # or a terminated run would leave the service behind
+    signal.signal(signal.SIGTERM, stop)  # or a terminated run would lose its results, and leave the service behind
     ranks = [f"{ranks}_ranks" for ranks in arguments.ranks or ()]
     name = "_".join(["gpu", *dict.fromkeys(arguments.only or []), *ranks])
     folder = RESULTS / "quick" if arguments.quick else RESULTS

@@ -149,12 +149,24 @@ def start_all(planned: Sequence[Launch], console: Console) -> tuple[list[Result]
         try:
             with side_by_side() as settings:
                 start_until_one_fails(waiting, settings, results, console)
+        except StoppedError:
+            failures.append(f"ended from outside with {len(waiting)} launches to come")
+            break
         except RuntimeError as error:
             failures.append(str(error))
             console.print(failures[-1], style="red", markup=False)
             if not isinstance(error, LaunchError):
                 break  # the service does not start
     return results, failures
+
+
+class StoppedError(Exception):
+    """The program is told to end: what was found so far is kept."""
+
+
+def stop(*_: object) -> None:
+    """For a signal."""
+    raise StoppedError
 
 
 class LaunchError(RuntimeError):
