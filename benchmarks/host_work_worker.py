@@ -65,7 +65,7 @@ class Contender:
     def tensors(self) -> int:
         """That the optimizer of this rank steps."""
         local = getattr(self.optimizer, "optim", self.optimizer)
-        local = self.optimizer._share.local if isinstance(local, shardstep.ShardedOptimizer) else local
+        local = self.optimizer._engine.share.local if isinstance(local, shardstep.ShardedOptimizer) else local
         return sum(len(group["params"]) for group in local.param_groups)
 
 
