@@ -315,6 +315,18 @@ def gpt2() -> list[ParamSpec]:
     return simple(*shapes, (768,), (768,))
 
 
+@pytest.mark.parametrize("world_size", [2, 4, 8, 64])
+def test_whole_matrices_of_gpt2_take_the_bytes_of_ddp(world_size):
+    """Each rank passes on what others hold, once as gradients to their holder and once as parameters from it."""
+    matrices = simple(*(spec.shape for spec in gpt2()[2:] if len(spec.shape) == 2))
+    plan = make_plan(matrices, Layout.WHOLE, world_size=world_size, bucket_numel=16_000_000, alignment=16)
+    ranges = [[bucket.ranges.bounds(rank) for bucket in plan.buckets] for rank in range(world_size)]
+    all_of_it = sum(bucket.numel for bucket in plan.buckets)
+    most = max(2 * (all_of_it - sum(stop - start for start, stop in own)) for own in ranges)
+    by_ddp = 2 * sum(spec.numel for spec in matrices) * (world_size - 1) / world_size
+    assert most <= 1.05 * by_ddp
+
+
 @pytest.mark.parametrize("world_size", [2, 4, 8, 64, 1024])
 def test_flat_shares_of_gpt2_are_within_one_percent(world_size):
     plan = make_plan(gpt2(), Layout.FLAT, world_size=world_size, bucket_numel=6_250_000, alignment=16)
