@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shardstep.config import ShardConfig
 from shardstep.gradients.kept import KeptGradients
 from shardstep.gradients.sharded import Gradients, Kept, ShardedGradients, Surroundings
-from shardstep.memory.arrival import wait_before_use
+from shardstep.memory.arrival import Arrivals, Readers
 from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import ALIGNMENT_NBYTES, move_out
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
@@ -62,7 +62,8 @@ class Engine:
         self.transport.before_waiting(self._turns.check)
         self._agreement = Agreement(channel)
         self._arriving: dict[int, Gather] = {}
-        self._hooks: list[Any] = []
+        self._arrivals: Arrivals | None = None  # with gather="overlap"
+        self._readers = Readers()
         with torch.no_grad():
             self.transport.broadcast([*params, *model.buffers()])
 
@@ -139,7 +140,7 @@ class Engine:
             for number, bucket in enumerate(plan.buckets):
                 for segment in bucket.segments:
                     buckets_of.setdefault(params[segment.param], []).append(number)
-            self._hooks = wait_before_use(self._model, buckets_of, self.wait_for, self.synchronize)
+            self._arrivals = Arrivals(self._model, buckets_of, self.wait_for, self.synchronize, self._readers)
 
     def replan(self, groups: ParamGroups, trainable: Sequence[bool]) -> None:
         """Make a new plan and move what changes its holder. Called on all ranks, which have agreed on `trainable`."""
@@ -150,7 +151,7 @@ class Engine:
         plan = self.plan_for(groups, trainable)
         moved = reshard(self.channel, old, plan, entries)
         gradients = {piece: entry.pop(_GRADIENT) for piece, entry in moved.items() if _GRADIENT in entry}
-        self._remove_hooks()
+        self._forget_arrivals()
         buffers = [bucket.values.untyped_storage().data_ptr() for bucket in self._memory.buckets if bucket.bucket.numel]
         # Nothing holds on to the old buffers but the parameters that have not moved yet: one is free when all of its
         # parameters have left it, so that a new plan takes no second model.
@@ -178,8 +179,10 @@ class Engine:
         if self._agreement.is_exchanged_when_read:
             # Now, and on all ranks: later one of them alone may read its weights, and would wait for the others.
             self._agreement.finish()
-        if self._config.gather == "wait" or changed or failure is not None:
+        if self._arrivals is None or self._arrivals.has_readers_that_do_not_ask or changed or failure is not None:
             self.synchronize()
+        else:
+            self._arrivals.begin(self._arriving)
         if changed:
             self.replan(groups, trainable)
 
@@ -274,6 +277,8 @@ class Engine:
             self.transport.finish([self._arriving[bucket] for bucket in waiting])
             for bucket in waiting:
                 del self._arriving[bucket]
+            if self._arrivals is not None:
+                self._arrivals.landed(waiting)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -284,12 +289,13 @@ class Engine:
         else:
             self.synchronize()
         self.gradients.hooks.remove()
-        self._remove_hooks()
+        self._forget_arrivals()
         release(self)
 
-    def _remove_hooks(self) -> None:
-        for handle in self._hooks:
-            handle.remove()
+    def _forget_arrivals(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.remove()
+            self._arrivals = None
 
     def _leave_what_may_arrive(self, groups: ParamGroups) -> None:
         """Messages of a step that not all ranks made may still come, and must find memory that is nobody else's."""

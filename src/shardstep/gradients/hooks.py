@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardstep.gradients.passes import GradientPass, LaunchOrder
+from shardstep.memory.model_hooks import ModelHook
 
 
 class BackwardHooks:
@@ -30,7 +31,6 @@ class BackwardHooks:
         done: Callable[[], None] | None,
     ) -> None:
         self._pass = current
-        self._model = weakref.ref(model)
         self.syncs = True  # whether gradients are reduced now: not inside no_sync()
         self._done = done
         self._task: int | None = None  # autograd's, at whose end the pass ends
@@ -41,12 +41,8 @@ class BackwardHooks:
             for place, param in enumerate(params)
             if param.requires_grad
         ]
-        self._handles.append(model.register_forward_pre_hook(_before_call(me)))
-        self._handles.append(model.register_forward_hook(_when_called(me)))
-
-    def watches(self, module: nn.Module) -> bool:
-        """A deep copy of the model has a copy of these hooks; what it computes is not ours to reduce."""
-        return self._model() is module
+        self._handles.append(model.register_forward_pre_hook(_BeforeCall(me)))
+        self._handles.append(model.register_forward_hook(_AfterCall(me)))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -93,33 +89,33 @@ def _when_ready(hooks: weakref.ref[BackwardHooks], order: LaunchOrder, place: in
     return ready
 
 
-def _before_call(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any], None]:
-    def calling(module: nn.Module, inputs: Any) -> None:
-        del inputs
-        target = hooks()
-        if target is not None and target.watches(module):
+class _BeforeCall(ModelHook):
+    def __init__(self, hooks: weakref.ref[BackwardHooks]) -> None:
+        self._hooks = hooks
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        del module, inputs
+        target = None if torch.compiler.is_compiling() else self._hooks()
+        if target is not None:
             target.recover()
 
-    return calling
 
+class _AfterCall(ModelHook):
+    """When the gradient of what the model returned comes, a backward pass has begun: see [Note: the outermost pass]."""
 
-def _when_called(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any, Any], None]:
-    def watch(output: torch.Tensor) -> None:
-        def arm(gradient: torch.Tensor) -> None:
-            del gradient
-            target = hooks()
-            if target is not None and target.syncs:
-                target.arm()
+    def __init__(self, hooks: weakref.ref[BackwardHooks]) -> None:
+        self._hooks = hooks
 
-        output.register_hook(arm)  # type: ignore[no-untyped-call]
-
-    def called(module: nn.Module, inputs: Any, output: Any) -> None:
-        del inputs
-        target = hooks()
-        if target is None or not target.watches(module):
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        if torch.compiler.is_compiling():  # it takes no hooks on what it computes; the parameters' own will do
             return
         for leaf in torch.utils._pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                watch(leaf)
+                leaf.register_hook(self._arm)  # type: ignore[no-untyped-call]
 
-    return called
+    def _arm(self, gradient: torch.Tensor) -> None:
+        del gradient
+        target = self._hooks()
+        if target is not None and target.syncs:
+            target.arm()

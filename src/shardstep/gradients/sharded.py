@@ -207,9 +207,10 @@ class ShardedGradients:
 
 
 def clear_gradients(params: Sequence[torch.Tensor], *, to_none: bool) -> None:
-    for param in params:
-        if param.grad is not None:
-            if to_none:
-                param.grad = None
-            else:
-                param.grad.detach_().zero_()
+    with torch._C.DisableTorchFunctionSubclass():  # of weights that are on their way only the gradient is looked at
+        for param in params:
+            if param.grad is not None:
+                if to_none:
+                    param.grad = None
+                else:
+                    param.grad.detach_().zero_()

@@ -1,67 +1,245 @@
-"""Weights that are still arriving are waited for before a module uses them."""
+"""Weights that are on their way: whatever touches one waits for it.
+
+[Note: touching] While its values arrive, a parameter is of a subclass of its own class, of which torch asks
+`__torch_function__` before it does anything with it: that waits, and makes the parameter what it was. So forward,
+state_dict, load_state_dict, averages of weights, copies and norms find finished weights, and no program needs to know
+that they were on their way. What torch does not ask about:
+
+- an extension in C++ that is handed a parameter: before a module's forward its parameters are waited for, too, and
+  before hooks that were there already (weight_norm, spectral_norm and pruning compute weights in theirs);
+- compiled and traced code, which reads memory: where it is met, `step` waits from then on;
+- a tensor that was made before the step and shares a parameter's memory: docs/limits.md.
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
+import sys
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardstep.memory.model_hooks import ModelHook
 
-def wait_before_use(
-    model: nn.Module,
-    buckets_of: Mapping[torch.Tensor, Sequence[int]],
-    wait: Callable[[Sequence[int]], None],
-    wait_for_all: Callable[[], None],
-) -> list[RemovableHandle]:
-    """Before a module's forward wait for the buckets of its parameters, and before its state_dict for all.
+_is_tracing: Callable[[], bool] = torch.jit._trace.is_tracing
+_of_param: dict[int, weakref.ref[Arrivals]] = {}  # by the identity of a parameter that is on its way
+_MARK = "_shardstep_is_on_its_way"
+_everyone: weakref.WeakSet[Arrivals] = weakref.WeakSet()
 
-    Before hooks that were there already, too: weight_norm, spectral_norm and pruning compute weights in theirs.
-
-    A module with parameters of its own may use those of modules inside it without calling them (nn.MultiheadAttention
-    does): it waits for theirs too. Without gradients, as in an evaluation, the model waits for everything.
-    """
-    handles: list[RemovableHandle] = []
-    handles.append(model.register_forward_pre_hook(_before_evaluation(weakref.WeakMethod(wait_for_all)), prepend=True))
-    waiting, waiting_for_all = weakref.WeakMethod(wait), weakref.WeakMethod(wait_for_all)
-    for module in model.modules():
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        needed = sorted({bucket for param in module.parameters() for bucket in buckets_of.get(param, ())})
-        if needed:
-            handles.append(module.register_forward_pre_hook(_waiting(waiting, needed), prepend=True))
-            before_reading = _calling_weakly(waiting_for_all)
-            handles.append(module.register_state_dict_pre_hook(before_reading))  # type: ignore[no-untyped-call]
-    return handles
+_tensor: Any = torch.Tensor
+# What can be asked of a parameter that is on its way.
+_NO_VALUES = {
+    getattr(_tensor, name).__get__
+    for name in ("grad", "requires_grad", "shape", "dtype", "device", "layout", "is_leaf", "grad_fn", "is_cuda")
+} | {
+    _tensor.grad.__set__,
+    _tensor.requires_grad.__set__,
+    _tensor.numel,
+    _tensor.dim,
+    _tensor.size,
+    _tensor.is_floating_point,
+    _tensor.is_complex,
+}
 
 
-def _waiting(wait: weakref.ref[Any], buckets: Sequence[int]) -> Callable[[nn.Module, Any], None]:
-    def before_forward(module: nn.Module, inputs: Any) -> None:
-        del module, inputs
-        target = wait()
+class Readers:
+    """Who reads weights without asking. Compiled code can set this, where it cannot call us."""
+
+    def __init__(self) -> None:
+        self.compiled = False
+        self.traced = False
+
+    def name(self) -> str | None:
+        return "torch.compile" if self.compiled else "torch.jit.trace or a CUDA graph" if self.traced else None
+
+
+class Arrivals:
+    """Of one plan. `buckets_of` are those of each parameter; `wait` waits for buckets, and calls `landed`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets_of: Mapping[torch.Tensor, Sequence[int]],
+        wait: Callable[[Sequence[int]], None],
+        wait_for_all: Callable[[], None],
+        readers: Readers,
+    ) -> None:
+        self._buckets_of = {id(param): buckets for param, buckets in buckets_of.items()}
+        self._params_of: dict[int, list[torch.Tensor]] = {}
+        for param, buckets in buckets_of.items():
+            for bucket in buckets:
+                self._params_of.setdefault(bucket, []).append(param)
+        self._missing: dict[int, set[int]] = {}  # of a parameter on its way: the buckets that have not landed
+        self._wait, self._wait_for_all = weakref.WeakMethod(wait), weakref.WeakMethod(wait_for_all)
+        self._readers = readers
+        self._warned = False
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            readers.traced = True
+        self._hooks = self._hook(model, buckets_of)
+        _everyone.add(self)
+
+    def _hook(self, model: nn.Module, buckets_of: Mapping[torch.Tensor, Sequence[int]]) -> list[RemovableHandle]:
+        """A module with parameters of its own may use those of modules inside it without calling them
+        (nn.MultiheadAttention does): it waits for theirs too."""
+        before_all = _BeforeModel(self._wait_for_all, self._readers)
+        hooks = [model.register_forward_pre_hook(before_all, prepend=True)]
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, torch.jit.ScriptModule):
+                needed = sorted({bucket for param in module.parameters() for bucket in buckets_of.get(param, ())})
+                before_use = _BeforeUse(self._wait, needed, self._readers)
+                hooks.append(module.register_forward_pre_hook(before_use, prepend=True))
+        return hooks
+
+    def remove(self) -> None:
+        """Nothing is on its way any more."""
+        for handle in self._hooks:
+            handle.remove()
+        self.landed(list(self._params_of))
+
+    @property
+    def has_readers_that_do_not_ask(self) -> bool:
+        """Then weights must have arrived when `step` returns."""
+        name = self._readers.name()
+        if name is not None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f'gather="overlap" hides nothing here: {name} reads weights without asking whether they have arrived, '
+                'so step() waits for them, as with gather="wait"',
+                stacklevel=2,
+            )
+        return name is not None
+
+    def begin(self, buckets: Iterable[int]) -> None:
+        """These are on their way."""
+        _watch_the_compiler()
+        for bucket in buckets:
+            for param in self._params_of.get(bucket, ()):
+                if id(param) not in self._missing:
+                    self._missing[id(param)] = set()
+                    _of_param[id(param)] = weakref.ref(self)
+                    param.__class__ = _arriving(type(param))
+                self._missing[id(param)].add(bucket)
+
+    def landed(self, buckets: Iterable[int]) -> None:
+        """What is done from now on finds their values."""
+        for bucket in buckets:
+            for param in self._params_of.get(bucket, ()):
+                missing = self._missing.get(id(param))
+                if missing is None:
+                    continue
+                missing.discard(bucket)
+                if not missing:
+                    del self._missing[id(param)], _of_param[id(param)]
+                    _has_arrived(param)
+
+    def touch(self, param: torch.Tensor) -> None:
+        wait = self._wait()
+        if wait is None:  # the optimizer is gone, and whatever arrives is nobody's
+            self.landed(list(self._params_of))
+        else:
+            wait(self._buckets_of[id(param)])
+
+    def __del__(self) -> None:
+        """The optimizer is gone. What arrives goes on arriving, in memory that nobody else gets."""
+        self.landed(list(self._params_of))
+
+    def compiler_starts(self) -> None:
+        """Code is compiled while weights are on their way: it may be code that uses them."""
+        wait_for_all = self._wait_for_all()
+        if self._missing and wait_for_all is not None:
+            self._readers.compiled = True
+            wait_for_all()
+
+
+@functools.cache
+def _arriving(kind: type) -> type:
+    """The class of a parameter of class `kind` while it is on its way."""
+    is_plain = kind.__torch_function__ is torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
+
+    def wait_and_call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del cls, types
+        if is_plain and func in _NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        _touch_all(torch.utils._pytree.tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+    def deep_copy(self: Any, memo: Any) -> Any:
+        """torch asks a parameter's class before it looks at its values: a copy would be on its way for ever."""
+        _touch_all([self])
+        return copy.deepcopy(self, memo)
+
+    methods = {"__torch_function__": classmethod(wait_and_call), "__deepcopy__": deep_copy, _MARK: True}
+    return type(kind)(kind.__name__, (kind,), methods)
+
+
+def _has_arrived(param: Any) -> None:
+    param.__class__ = type(param).__base__
+
+
+def _touch_all(leaves: Sequence[Any]) -> None:
+    """Whatever they are, none of them is on its way after this."""
+    arriving = [leaf for leaf in leaves if hasattr(type(leaf), _MARK)]
+    for leaf in arriving:
+        arrivals = _of_param.get(id(leaf))
+        target = None if arrivals is None else arrivals()
         if target is not None:
-            target(buckets)
+            target.touch(leaf)
+        if hasattr(type(leaf), _MARK):  # its optimizer is gone
+            _has_arrived(leaf)
+    if not arriving:  # it is hidden in an argument of a kind that we do not know: all of them
+        for everyone in list(_everyone):
+            everyone.compiler_starts()
 
-    return before_forward
 
+class _BeforeUse(ModelHook):
+    """Before a module's forward its parameters have arrived."""
 
-def _before_evaluation(wait_for_all: weakref.ref[Any]) -> Callable[[nn.Module, Any], None]:
-    def before_forward(module: nn.Module, inputs: Any) -> None:
+    def __init__(self, wait: weakref.ref[Any], buckets: Sequence[int], readers: Readers) -> None:
+        self._wait, self._buckets, self._readers = wait, buckets, readers
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
         del module, inputs
-        target = wait_for_all()
-        if target is not None and not torch.is_grad_enabled():
-            target()
+        if torch.compiler.is_compiling():
+            self._readers.compiled = True
+            return
+        wait = self._wait()
+        if wait is not None:
+            wait(self._buckets)
 
-    return before_forward
+
+class _BeforeModel(ModelHook):
+    """Without gradients, as in an evaluation, kernels of torch's own take many parameters at once: all have arrived."""
+
+    def __init__(self, wait_for_all: weakref.ref[Any], readers: Readers) -> None:
+        self._wait_for_all, self._readers = wait_for_all, readers
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        del module, inputs
+        if torch.compiler.is_compiling():
+            self._readers.compiled = True
+            return
+        if _is_tracing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self._readers.traced = True
+        wait_for_all = self._wait_for_all()
+        if wait_for_all is not None and (self._readers.traced or not torch.is_grad_enabled()):
+            wait_for_all()
 
 
-def _calling_weakly(target: weakref.ref[Any]) -> Callable[..., None]:
-    def call(*_: Any) -> None:
-        found = target()
-        if found is not None:
-            found()
+def _compiler_starts(*_: Any) -> None:
+    for arrivals in list(_everyone):
+        arrivals.compiler_starts()
 
-    return call
+
+def _watch_the_compiler() -> None:
+    """Where a program has loaded the compiler: it is told before code is compiled."""
+    watching = sys.modules.get("torch._dynamo.callback")
+    handler = getattr(watching, "callback_handler", None)
+    if handler is not None and _compiler_starts not in handler.start_callbacks:
+        handler.register_start_callback(_compiler_starts)
