@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from shardstep.arguments import check_parameters, read_group, read_groups
 from shardstep.config import ShardConfig
 from shardstep.engine import Engine, Recipe, params_of, trainable_of
-from shardstep.gradients.guard import guard
+from shardstep.gradients.guard import guard, release
 from shardstep.gradients.norms import norms_by_parameter, total_norm
 from shardstep.planning import Layout, Piece, read_specs
 from shardstep.state.resharding import cut_whole, read_shard
@@ -76,7 +77,7 @@ class ShardedOptimizer(Optimizer):
         self._engine = Engine(model, channel, Recipe(optimizer_class, defaults, self._layout), config)
         plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
         self._engine.build(self.param_groups, plan, {}, "shard(...)")
-        guard(self)
+        guard(self, params_of(self.param_groups))
         self._ready = True
 
     def _check(self, groups: Any, defaults: dict[str, Any]) -> Facts:
@@ -111,7 +112,20 @@ class ShardedOptimizer(Optimizer):
         """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
         if not self._closed:
             self._engine.close(self.param_groups)
+            release(params_of(self.param_groups))
             self._closed = True
+
+    def __del__(self) -> None:
+        """As `close`, so that nothing of it stays with the model."""
+        if getattr(self, "_ready", False) and not sys.is_finalizing():
+            with suppress(Exception):  # nobody is there to hear of it
+                self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a sharded optimizer belongs to its model and to its process group, and cannot be copied or pickled: copy "
+            "or save its state_dict()"
+        )
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -237,6 +251,7 @@ class ShardedOptimizer(Optimizer):
         with torch.no_grad():
             self._engine.transport.broadcast(self.param_groups[-1]["params"])
         self._engine.replan(self.param_groups, trainable_of(self.param_groups))
+        guard(self, self.param_groups[-1]["params"])
 
     def _named(self, group: dict[str, Any]) -> dict[str, Any]:
         names = {param: name for name, param in self._model.named_parameters()}

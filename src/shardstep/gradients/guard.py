@@ -1,77 +1,88 @@
-"""What torch offers for `param.grad` does nothing on sharded gradients, silently: it is made right, or made to raise.
+"""A gradient that lies in shards is not in `param.grad`, and whoever looks for it there is told so.
 
-torch's functions skip a parameter without a gradient, and offer no place to object. So three of them are wrapped, once:
-`model.zero_grad()` drops the shards too; clipping by norm and by value says what to call instead. The last is missed
-where a program has imported `clip_grad_value_` by name before it called `shard`: it calls nothing that has a name.
+torch's functions skip a parameter without a gradient: clipping clips nothing, a norm is 0.0, a loop that scales
+gradients scales none, and nobody hears of it. So while a model is sharded, its parameters are of a subclass of their
+own class, whose `grad` raises where there is a gradient and it is elsewhere. `model.zero_grad()` asks for it first,
+too: it is answered by dropping the shards. Nothing but sharded parameters is touched, and these are what they were when
+the optimizer is closed.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import utils
-from torch.nn.utils import clip_grad
 
-_SCALING = "_clip_grads_with_norm_"  # called by clip_grad_norm_ with the parameters, as of torch 2.6
-_BY_VALUE = "clip_grad_value_"
-_MARK = "_knows_sharded_gradients"
+_tensor: Any = torch.Tensor
+gradient_of: Any = _tensor.grad.__get__  # what is in `param.grad`, whatever the class of the parameter
+_MARK = "_shardstep_guards_grad"
 
 
 class Owner(Protocol):
     def holds_gradient_of(self, param: torch.Tensor) -> bool:
-        """Whether `param` has a gradient that torch's functions do not see."""
+        """Whether `param` has a gradient that is not in `param.grad`."""
 
     def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
         """Somebody calls zero_grad() of a module with these parameters."""
 
 
-_owners: weakref.WeakValueDictionary[int, Owner] = weakref.WeakValueDictionary()  # in the order of all ranks
-_count = itertools.count()
+_owner_of: dict[int, weakref.ref[Owner]] = {}  # by the identity of a parameter
 
 
-def guard(owner: Owner) -> None:
-    """From now on, torch's functions know of the gradients of `owner`."""
-    _owners[next(_count)] = owner
-    _wrap_once(nn.Module, "zero_grad", _dropping)
-    for place, name in ((clip_grad, _SCALING), (utils, _SCALING.strip("_") + "_")):  # one function, known by two names
-        _wrap_once(place, name, functools.partial(_refusing, "clip_grad_norm_"))
-    for place in (clip_grad, utils):
-        _wrap_once(place, _BY_VALUE, functools.partial(_refusing, _BY_VALUE))
+def guard(owner: Owner, params: Iterable[torch.Tensor]) -> None:
+    """From now on the gradients of `params` are looked for with `owner`."""
+    for param in params:
+        _owner_of[id(param)] = weakref.ref(owner)
+        if not hasattr(type(param), _MARK):
+            param.__class__ = _guarded(type(param))
 
 
-def _wrap_once(place: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    function = getattr(place, name)
-    if not hasattr(function, _MARK):
-        wrapper = functools.wraps(function)(wrapped(function))
-        setattr(wrapper, _MARK, True)
-        setattr(place, name, wrapper)
+def release(params: Iterable[torch.Tensor]) -> None:
+    """They are what they were."""
+    for param in params:
+        _owner_of.pop(id(param), None)
+        if hasattr(type(param), _MARK):
+            param.__class__ = type(param).__base__  # type: ignore[assignment]
 
 
-def _dropping(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    def dropped(module: nn.Module, set_to_none: bool = True) -> None:
-        params = list(module.parameters())
-        for owner in list(_owners.values()):
-            owner.zero_gradients_of(params, set_to_none)
-        zero_grad(module, set_to_none)
+@functools.cache
+def _guarded(kind: type) -> type:
+    """The class of a parameter of class `kind` while it is sharded."""
 
-    return dropped
+    def get(self: torch.Tensor) -> torch.Tensor | None:
+        gradient: torch.Tensor | None = gradient_of(self)
+        if gradient is None and (owner := _owner_of.get(id(self))) is not None:
+            target = owner()
+            if target is not None and target.holds_gradient_of(self):
+                _look_elsewhere(target, sys._getframe(1))
+        return gradient
+
+    def deep_copy(self: torch.Tensor, memo: Any) -> Any:
+        """A copy is nobody's."""
+        made: Any = kind.__deepcopy__(self, memo)  # type: ignore[attr-defined]
+        if hasattr(type(made), _MARK):
+            made.__class__ = kind
+        return made
+
+    grad = property(get, _tensor.grad.__set__, _tensor.grad.__delete__)
+    names = {"grad": grad, "__deepcopy__": deep_copy, "__module__": kind.__module__, _MARK: True}
+    return type(kind)(kind.__name__, (kind,), names)
 
 
-def _refusing(name: str, clip: Callable[..., Any]) -> Callable[..., Any]:
-    def checked(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(owner.holds_gradient_of(param) for owner in list(_owners.values()) for param in given):
-            raise RuntimeError(
-                f"these gradients are sharded over the ranks, and param.grad is None: torch.nn.utils.{name} would clip "
-                f"nothing. Call {name} of the optimizer that shardstep.shard() returned, or pass "
-                'config=ShardConfig(gradients="keep")'
-            )
-        return clip(given, *args, **kwargs)
-
-    return checked
+def _look_elsewhere(owner: Owner, caller: FrameType) -> None:
+    """Somebody reads `param.grad`, and the gradient is in a shard."""
+    if caller.f_code is nn.Module.zero_grad.__code__:
+        module, set_to_none = caller.f_locals["self"], caller.f_locals["set_to_none"]
+        owner.zero_gradients_of(list(module.parameters()), set_to_none)
+    elif torch._guards.TracingContext.try_get() is None:  # the compiler looks, and does nothing with it
+        raise RuntimeError(
+            f"param.grad is None, and {caller.f_code.co_name} reads it: backward has reduced this gradient to shards, "
+            "one for each rank. Use clip_grad_norm_(), clip_grad_value_() or grad_norms() of the optimizer that "
+            'shardstep.shard() returned; or pass config=ShardConfig(gradients="keep"), and param.grad is the mean'
+        )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.sharded import Kept, ShardedGradients, Surroundings
 from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import flat_gradient
@@ -85,7 +86,8 @@ class KeptGradients:
 
     def _of_piece(self, piece: Piece) -> torch.Tensor | None:
         param = self._params[piece.param]
-        return None if param.grad is None else flat_gradient(param, param.grad)[piece.start : piece.stop]
+        gradient = gradient_of(param)
+        return None if gradient is None else flat_gradient(param, gradient)[piece.start : piece.stop]
 
     def unsent(self) -> list[int]:
         return []

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._utils import _flatten_dense_tensors
 
+from shardstep.gradients.guard import gradient_of
 from shardstep.memory.flat import BucketMemory, FlatMemory
 from shardstep.memory.views import flat_gradient
 from shardstep.planning import Piece
@@ -71,7 +72,7 @@ class GradientPacking:
         self.used = bytearray(len(self._params))
 
     def _pack_row(self, row: _Row) -> Parts:
-        gradients: list[Any] = [param.grad for param in row.params]
+        gradients: list[Any] = list(map(gradient_of, row.params))
         for param in row.whole_params:
             param.grad = None
         for place in row.alone:
@@ -91,8 +92,8 @@ class GradientPacking:
 
     def _take_alone(self, piece: Piece) -> torch.Tensor | None:
         flat, param = self._taken.get(piece.param), self._params[piece.param]
-        if flat is None and param.grad is not None:
-            flat = self._taken[piece.param] = flat_gradient(self._homes[piece.param], param.grad)
+        if flat is None and (gradient := gradient_of(param)) is not None:
+            flat = self._taken[piece.param] = flat_gradient(self._homes[piece.param], gradient)
             param.grad = None
         return None if flat is None else flat[piece.start : piece.stop]
 

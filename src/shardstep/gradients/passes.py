@@ -17,6 +17,7 @@ from threading import Lock
 
 import torch
 
+from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.packing import GradientPacking, Parts
 from shardstep.memory.flat import FlatMemory
 from shardstep.memory.shards import ShardMemory
@@ -180,7 +181,7 @@ class GradientPass:
 
     def end_of_backward(self) -> bool:
         """Autograd is done. Whether there was a pass: something came here, also of parameters that have no bucket."""
-        has_pass = self.runs or any(param.grad is not None and param.requires_grad for param in self._params)
+        has_pass = self.runs or any(gradient_of(param) is not None and param.requires_grad for param in self._params)
         if has_pass:
             self.end()
         return has_pass
@@ -219,7 +220,7 @@ class GradientPass:
         on the same connections that would be when all of them have arrived.
         """
         self._packing.end_pass()
-        self._late = bytes(param.grad is not None and param.requires_grad for param in self._params)
+        self._late = bytes(gradient_of(param) is not None and param.requires_grad for param in self._params)
         self._failed = self._failed or failed
         self._poll.ask(bytes([self._failed]) + self._packing.used + self._late)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.hooks import BackwardHooks
 from shardstep.gradients.passes import GradientPass, Phase
 from shardstep.memory.flat import FlatMemory
@@ -125,7 +126,7 @@ class ShardedGradients:
 
     def _make_up_for_a_pass(self) -> None:
         """What `no_sync` has left in `param.grad` is no part of it: then it is a failed one, and stays where it is."""
-        left = {place: self._params[place].grad for place in self.unsent()}
+        left = {place: gradient_of(self._params[place]) for place in self.unsent()}
         for place in left:
             self._params[place].grad = None
         self.current.end(failed=bool(left))
@@ -158,7 +159,7 @@ class ShardedGradients:
         return shard[run.start : run.stop] if shard is not None and self.used[run.pieces[0].param] else None
 
     def unsent(self) -> list[int]:
-        return [self._place[param] for param in self._travelling if param.grad is not None]
+        return [self._place[param] for param in self._travelling if gradient_of(param) is not None]
 
     def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         for number, bucket in enumerate(self._memory.buckets):
@@ -186,7 +187,7 @@ class ShardedGradients:
 
     def hides(self, param: torch.Tensor) -> bool:
         place = self._place.get(param)
-        return place in self.travels and param.grad is None and bool(self.current.used[place])
+        return place in self.travels and gradient_of(param) is None and bool(self.current.used[place])
 
     def give_up(self) -> Kept:
         self.hooks.recover()
@@ -209,8 +210,9 @@ class ShardedGradients:
 def clear_gradients(params: Sequence[torch.Tensor], *, to_none: bool) -> None:
     with torch._C.DisableTorchFunctionSubclass():  # of weights that are on their way only the gradient is looked at
         for param in params:
-            if param.grad is not None:
+            gradient = gradient_of(param)
+            if gradient is not None:
                 if to_none:
                     param.grad = None
                 else:
-                    param.grad.detach_().zero_()
+                    gradient.detach_().zero_()

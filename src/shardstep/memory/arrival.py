@@ -175,8 +175,8 @@ def _arriving(kind: type) -> type:
         _touch_all([self])
         return copy.deepcopy(self, memo)
 
-    methods = {"__torch_function__": classmethod(wait_and_call), "__deepcopy__": deep_copy, _MARK: True}
-    return type(kind)(kind.__name__, (kind,), methods)
+    names = {"__torch_function__": classmethod(wait_and_call), "__deepcopy__": deep_copy, _MARK: True}
+    return type(kind)(kind.__name__, (kind,), {**names, "__module__": kind.__module__})
 
 
 def _has_arrived(param: Any) -> None:
