@@ -23,7 +23,7 @@ from shardstep.gradients.kept import KeptGradients
 from shardstep.gradients.sharded import Gradients, Kept, ShardedGradients, Surroundings
 from shardstep.memory.arrival import Arrivals, Readers
 from shardstep.memory.flat import FlatMemory
-from shardstep.memory.views import ALIGNMENT_NBYTES, move_out
+from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, span_of
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.state.resharding import reshard
 from shardstep.stepping.entries import Entry
@@ -152,7 +152,7 @@ class Engine:
         moved = reshard(self.channel, old, plan, entries)
         gradients = {piece: entry.pop(_GRADIENT) for piece, entry in moved.items() if _GRADIENT in entry}
         self._forget_arrivals()
-        buffers = [bucket.values.untyped_storage().data_ptr() for bucket in self._memory.buckets if bucket.bucket.numel]
+        buffers = [span_of(bucket.values) for bucket in self._memory.buckets]
         # Nothing holds on to the old buffers but the parameters that have not moved yet: one is free when all of its
         # parameters have left it, so that a new plan takes no second model.
         del entries, self._memory, self.share, self._gathers, self.gradients
@@ -299,7 +299,7 @@ class Engine:
 
     def _leave_what_may_arrive(self, groups: ParamGroups) -> None:
         """Messages of a step that not all ranks made may still come, and must find memory that is nobody else's."""
-        move_out(params_of(groups), [b.values.untyped_storage().data_ptr() for b in self._memory.buckets])
+        move_out(params_of(groups), [span_of(bucket.values) for bucket in self._memory.buckets])
         _abandoned.append((self._memory, self._gathers, self.gradients))
 
     # -- what it takes ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from shardstep.drop_in.local_shard import Groups, facts_of, params_of, plan_for,
 from shardstep.drop_in.parameter_messages import ParameterMessages
 from shardstep.drop_in.strategy import Gradients, Setting
 from shardstep.drop_in.uneven_inputs import hand_over
-from shardstep.memory.views import move_out
+from shardstep.memory.views import move_out, span_of
 from shardstep.planning import Plan
 from shardstep.stepping.local_optimizer import WatchedClosure
 from shardstep.wire.agreement import Agreement, Claim
@@ -39,7 +39,7 @@ class AfterBackward:
     def _place(self, groups: Groups) -> None:
         """Messages for what the plan sends, and memory of their own for parameters that it no longer sends."""
         params, plan = params_of(groups), self._shard.plan
-        left = [buffer.untyped_storage().data_ptr() for row in self.buffers for buffer in row if buffer.numel()]
+        left = [span_of(buffer) for row in self.buffers for buffer in row]
         self._messages = ParameterMessages(self.transport, plan, params, bucket_view=self._bucket_view)
         self.buffers = self._messages.buffers
         move_out((params[segment.param] for bucket in plan.parked for segment in bucket.segments), left)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from shardstep.memory.views import dense_view, move_in
+from shardstep.memory.views import move_in, separate_view
 from shardstep.planning import Bucket, Piece, Plan
 
 
@@ -58,7 +58,7 @@ class FlatMemory:
                 for segment in bucket.segments:
                     if segment.start == 0:
                         param = params[segment.param]
-                        home = self.homes[segment.param] = dense_view(values, start + segment.offset, param)
+                        home = self.homes[segment.param] = separate_view(values, start + segment.offset, param)
                         move_in(param, home, _REMEDY)
                 self.buckets.append(BucketMemory(bucket, values[start : start + bucket.numel], rank))
                 start += bucket.numel

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -22,11 +23,18 @@ def move_in(param: torch.Tensor, view: torch.Tensor, remedy: str) -> None:
     param.data = view
 
 
-def move_out(params: Iterable[torch.Tensor], storages: Iterable[int]) -> None:
-    """Give parameters that are views of these storages (by their data_ptr) memory of their own."""
-    leaving = set(storages)
+Span = tuple[int, int]  # addresses: the first, and that behind the last
+
+
+def span_of(buffer: torch.Tensor) -> Span:
+    return buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+
+
+def move_out(params: Iterable[torch.Tensor], buffers: Iterable[Span]) -> None:
+    """Give parameters that lie in these buffers memory of their own."""
+    leaving = list(buffers)
     for param in params:
-        if param.numel() and param.untyped_storage().data_ptr() in leaving:
+        if param.numel() and any(start <= param.data_ptr() < stop for start, stop in leaving):
             param.data = param.detach().clone()
 
 
@@ -35,6 +43,17 @@ def dense_view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.T
     order = storage_order(like)
     view = buffer[offset : offset + like.numel()].view([like.shape[dim] for dim in order])
     return view.permute([order.index(dim) for dim in range(like.dim())])
+
+
+def separate_view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """The same with a storage of its own size, which is that part of the buffer's.
+
+    torch saves a tensor with all of its storage: of a view, the whole buffer would be written.
+    """
+    view = dense_view(buffer, offset, like)
+    start = view.storage_offset() * view.element_size()
+    part: Any = view.untyped_storage()[start : start + view.nbytes]
+    return view.new_empty(0).set_(part, 0, view.shape, view.stride())
 
 
 def storage_order(tensor: torch.Tensor) -> list[int]:
