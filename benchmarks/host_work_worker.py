@@ -66,7 +66,7 @@ class Contender:
         """That the optimizer of this rank steps."""
         local = getattr(self.optimizer, "optim", self.optimizer)
         local = self.optimizer._engine.share.local if isinstance(local, shardstep.ShardedOptimizer) else local
-        return sum(len(group["params"]) for group in local.param_groups)
+        return sum(param.numel() > 0 for group in local.param_groups for param in group["params"])
 
 
 def python_calls(action: Callable[[], object]) -> int:

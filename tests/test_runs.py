@@ -65,7 +65,8 @@ class Twin:
     @property
     def tensors(self) -> int:
         """That the local optimizer steps."""
-        return sum(len(group["params"]) for group in self.opt._engine.share.local.param_groups)
+        groups = self.opt._engine.share.local.param_groups
+        return sum(param.numel() > 0 for group in groups for param in group["params"])
 
 
 def joined(optimizer_class: type[optim.Optimizer], groups: int, options: dict[str, Any]) -> int:

@@ -254,6 +254,22 @@ class Engine:
             self.transport.send(list(sent.values()))
             self._arriving.update(sent)
 
+    def switch(self, groups: ParamGroups, mode: str) -> None:
+        """`train()` or `eval()` of the class, which may change weights: this rank's share, and then all of it."""
+        self.synchronize()
+        agree(self.channel, Claim(f"{mode}()", None, Facts([mode])))
+        for gather in self._gathers:
+            gather.expect()
+        failure = None
+        try:
+            self.share.switch(groups, mode)
+        except Exception as error:
+            failure = error
+        self._agreement.claim(Claim(f"{mode}()", failure, self._facts))
+        for buckets in self._together:
+            self._send(buckets)
+        self.synchronize()
+
     def _why_not_to_step(self) -> Exception | None:
         unsent = [self.plan.params[place].name for place in self.gradients.unsent()]
         if not unsent:

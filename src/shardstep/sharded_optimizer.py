@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,6 +140,12 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError("this optimizer was closed: shard(...) was called again on its model, or close()")
         self._engine.step(self.param_groups)
         return loss
+
+    def __getattr__(self, name: str) -> Any:
+        """`train` and `eval`, if the class has them (schedule-free ones do). They change weights: call on all ranks."""
+        if name in ("train", "eval") and hasattr(vars(self).get("_class"), name):
+            return partial(self._engine.switch, self.param_groups, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def synchronize(self) -> None:
         """Return when the weights of the last step are complete; raise if a rank failed in it.
@@ -283,17 +290,25 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state and all options. `load_state_dict` takes it on as many ranks as it was saved on."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         self.synchronize()
         place = {param: i for i, param in enumerate(params_of(self.param_groups))}
-        return {
+        saved = {
             "state": {place[param]: entry for param, entry in self.state.items()},
             "param_groups": pack_groups(self.param_groups),
             "shardstep": {"plan": self._engine.plan.to_json(), "rank": self._channel.rank},
         }
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, or the state_dict of the plain optimizer. On all ranks."""
         self.synchronize()
+        state_dict = dict(state_dict)  # hooks may change it, and the caller's stays as it is
+        for first in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = first(self, state_dict) or state_dict
         failure, plan = None, self._engine.plan
         entries: dict[Piece, Entry] = {}
         before = [{**group} for group in self.param_groups]
@@ -314,6 +329,8 @@ class ShardedOptimizer(Optimizer):
             copy_options(before, self.param_groups)
             raise
         self._engine.load(self.param_groups, plan, copy.deepcopy(entries))
+        for last in self._optimizer_load_state_dict_post_hooks.values():
+            last(self)
 
     # -- what it takes ------------------------------------------------------------------------------------------------
 

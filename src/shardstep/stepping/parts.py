@@ -54,6 +54,12 @@ class PartedOptimizer:
                 param.grad = gradient
         self._whole.state.update(self._optimizers[part].state)
 
+    @torch.no_grad()
+    def switch(self, mode: str) -> None:
+        """Call a method of every part that takes nothing."""
+        for optimizer in self._optimizers:
+            getattr(optimizer, mode)()
+
     def end(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """An iteration ends: what the parts have written to their options becomes visible."""
         if self._optimizers:
@@ -72,7 +78,10 @@ class PartedOptimizer:
 
 
 def _groups_of(param_groups: Sequence[Mapping[str, Any]], params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-    """All groups, each with those of its parameters that are among `params`."""
+    """All groups, each with those of its parameters that are among `params`, or with nothing to step.
+
+    Each, also where it has none: a step may count in the options of every group, and these are the same on all ranks.
+    """
     wanted = set(params)
     groups: list[dict[str, Any]] = []
     for group in param_groups:
@@ -80,5 +89,17 @@ def _groups_of(param_groups: Sequence[Mapping[str, Any]], params: Sequence[torch
         part = {**group, "params": [group["params"][i] for i in chosen]}
         if "param_names" in group:
             part["param_names"] = [group["param_names"][i] for i in chosen]
+        if group["params"] and not chosen:
+            part["params"] = [placeholder(group["params"][0])]
+            if "param_names" in group:
+                part["param_names"] = ["nothing"]
         groups.append(part)
     return groups
+
+
+def placeholder(like: torch.Tensor) -> torch.Tensor:
+    """Stands for the parameters of a group that has none here: a class may look at the first one of each group.
+
+    It has no elements, and never a gradient.
+    """
+    return like.new_empty([0] * like.dim()).requires_grad_()

@@ -22,7 +22,7 @@ from shardstep.planning import Layout, Piece, Plan
 from shardstep.planning.runs import Run, find_runs
 from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 from shardstep.stepping.local_optimizer import build, is_of_torch
-from shardstep.stepping.parts import PartedOptimizer
+from shardstep.stepping.parts import PartedOptimizer, placeholder
 from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -103,7 +103,15 @@ class LocalShare:
         pairs = self._pairs()
         for number, group in enumerate(groups):
             group["params"] = [tensor for run, tensor in pairs if self._group_of(run.pieces[0]) == number]
+            like = [home for param, home in self._memory.homes.items() if self._plan.params[param].group == number]
+            if like and not group["params"]:
+                group["params"] = [
+                    placeholder(like[0] if self._layout is Layout.WHOLE else like[0].detach().reshape(-1))
+                ]
         names = {tensor: self._plan.params[run.pieces[0].param].name for run, tensor in pairs}
+        names |= {
+            group["params"][0]: "nothing" for group in groups if group["params"] and group["params"][0] not in names
+        }
         return build(self._class, groups, self._defaults, names)
 
     # -- stepping -----------------------------------------------------------------------------------------------------
@@ -125,6 +133,12 @@ class LocalShare:
         self._parted.step(group, shaped)
 
     def end(self, param_groups: ParamGroups) -> None:
+        self._parted.end(param_groups)
+
+    def switch(self, param_groups: ParamGroups, mode: str) -> None:
+        """`train` or `eval` of the class."""
+        self._parted.begin(param_groups)
+        self._parted.switch(mode)
         self._parted.end(param_groups)
 
     # -- state --------------------------------------------------------------------------------------------------------

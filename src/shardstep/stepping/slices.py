@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardstep.planning import Layout
 from shardstep.stepping.local_optimizer import copy_options, is_of_torch
@@ -68,8 +67,8 @@ class SlicedStep:
 
     def step(self) -> Any:
         """Returns what the whole's own step returned."""
-        if not self._is_of_torch or _has_hooks(self._whole):
-            return self._whole.step()
+        if not self._is_of_torch or _has_hooks(self._whole):  # they would see half a step
+            return _step_as_a_part(self._whole)
         state = self._whole.state
         large = [
             (param, gradient, self._blocks_of(param, group))
@@ -83,7 +82,7 @@ class SlicedStep:
         for param, _, _ in large:
             param.grad = None
         try:
-            result = self._whole.step()
+            result = _step_as_a_part(self._whole)
         finally:
             for param, gradient, _ in large:
                 param.grad = gradient
@@ -136,7 +135,7 @@ class _Block:
                 self.optimizer.state[tensor] = {
                     key: _part(value, self.whole_shape, start, stop) for key, value in before.items()
                 }
-        self.optimizer.step()
+        _step_as_a_part(self.optimizer)
 
     def has_state(self) -> bool:
         return self._tensors[0] in self.optimizer.state
@@ -162,13 +161,21 @@ class _Block:
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """On this optimizer's steps, or on every optimizer's: they would see half a step, or many."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
+    """On its own steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def _step_as_a_part(optimizer: Optimizer) -> Any:
+    """Step an optimizer that is a part of the one that the program steps.
+
+    Hooks on every optimizer's steps are meant for that one: they would be called for every part, each time with a
+    piece. So the class's own function is called, without what torch wraps round it.
+    """
+    step: Any = type(optimizer).step
+    is_as_torch_made_it = getattr(step, "hooked", False) and "step" not in vars(optimizer)
+    if _has_hooks(optimizer) or not is_as_torch_made_it:
+        return optimizer.step()
+    return step.__wrapped__(optimizer)
 
 
 def _rows_per_slice(param: torch.Tensor) -> int:
