@@ -20,15 +20,18 @@ class ShardConfig:
     layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors and takes the finest that is exact.
     bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: with Gloo
         25, and 8 between hosts, where links are slow and the first bytes should go early; with NCCL 64, of a small
-        model a quarter of it, of a large one a sixty-fourth, up to 128 (wire/collectives.py says why).
-    gradients: "shard" leaves each rank its part, and `param.grad` None. "keep" leaves the whole mean in `param.grad`,
+        model a third of it, of a large one a forty-eighth, up to 128 (wire/collectives.py says why).
+    gradients: "shard" leaves each rank its part, and `param.grad` raises. "keep" leaves the whole mean in `param.grad`,
         as DDP does, for programs that read it; that is half as many bytes again on the wire.
-    gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward.
+    gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward, and
+        whatever touches one waits for it.
     reduce_dtype: of gradients on the wire, None for their own.
     ordered_sums: with Gloo gradients are summed in the order of the ranks, in float32 at least, in any case. With NCCL
         the sum is taken in the network, in the dtype of the wire and an order of NCCL's own, which is the same from run
         to run on the same machines. True: as with Gloo, by an all-to-all, at a price (docs/concepts.md).
     sync_buffers: whether module buffers (running means) follow rank 0 in every step.
+    audit: every so many steps all ranks compare what they hold (parameters, buffers, options), and raise if one holds
+        something else. The host waits for the device then. None: never.
     """
 
     layout: Layout = Layout.AUTO
@@ -38,6 +41,7 @@ class ShardConfig:
     reduce_dtype: torch.dtype | None = None
     ordered_sums: bool = False
     sync_buffers: bool = True
+    audit: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.layout, Layout):
@@ -47,5 +51,7 @@ class ShardConfig:
         for name, value, choices in (("gradients", self.gradients, GRADIENTS), ("gather", self.gather, GATHER)):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        if self.audit is not None and not (isinstance(self.audit, int) and self.audit >= 1):
+            raise ValueError(f"audit must be a number of steps, at least 1, got {self.audit!r}")
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
             raise ValueError(f"reduce_dtype must be a floating dtype, got {self.reduce_dtype}")

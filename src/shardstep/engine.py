@@ -25,6 +25,7 @@ from shardstep.memory.arrival import Arrivals, Readers
 from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, span_of
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
+from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import is_of_torch
@@ -64,6 +65,8 @@ class Engine:
         self._arriving: dict[int, Gather] = {}
         self._arrivals: Arrivals | None = None  # with gather="overlap"
         self._readers = Readers()
+        self._audit = None if config.audit is None else Audit(channel)
+        self._steps = 0
         with torch.no_grad():
             self.transport.broadcast([*params, *model.buffers()])
 
@@ -172,6 +175,7 @@ class Engine:
         self.synchronize()
         self.take_turn(Turn.STEP, groups)
         self._sync_buffers()
+        self._look_at_everything(groups)
         trainable = trainable_of(groups)
         changed = trainable != self._trainable
         facts = Facts(map(str, read_specs(groups, trainable))) if changed else self._facts
@@ -185,6 +189,18 @@ class Engine:
             self._arrivals.begin(self._arriving)
         if changed:
             self.replan(groups, trainable)
+
+    def _look_at_everything(self, groups: ParamGroups) -> None:
+        """Every few steps, before the weights are stepped: what this step writes hides what was written before."""
+        self._steps += 1
+        if self._audit is not None and self._steps % (self._config.audit or 1) == 0:
+            self._audit.check(self._held(groups), groups)
+
+    def _held(self, groups: ParamGroups) -> dict[str, torch.Tensor]:
+        """What is the same on all ranks, by name."""
+        names = [spec.name for spec in self.plan.params]
+        buffers = self._model.named_buffers() if self._config.sync_buffers else ()
+        return {**dict(zip(names, params_of(groups), strict=True)), **dict(buffers)}
 
     @torch.no_grad()
     def _sync_buffers(self) -> None:

@@ -6,8 +6,8 @@ apart by their order alone, so two optimizers of one group must not share a comm
 fill their buckets in different orders, and the gradients of one would land in the other (choose.py).
 
 [Note: buckets] A call costs the host 45 to 60 microseconds, and links are used best by tens of megabytes. So a bucket
-has 64 MB; of a small model less, so that there are about four, and of a large one more, so that there are not many more
-than sixty-four: the two buckets that may be in memory beside the model are then a thirtieth of it.
+has 64 MB; of a small model less, so that there are about five, and of a large one more, so that there are not many more
+than fifty: the two buckets that may be in memory beside the model are then a twenty-fifth of it.
 
 [Note: uneven ranges] Whole matrices cannot be cut into equal ranges, and padded to equal ones a GPT over 8 ranks would
 send four times its bytes. So they go by one broadcast, or one reduction, from or to each rank that holds something, all
