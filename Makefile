@@ -1,18 +1,23 @@
 # make demo: train a small GPT on two ranks, with DDP + AdamW and with shardstep.   make test: the tests.
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
-# make check: formatting, lint, types, then the tests.   Everything lives in .venv; nothing is installed twice.
+# make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
+# Everything lives in .venv; nothing is installed twice.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu check lint bench bench-gpu clean
+.PHONY: demo test test-gpu fuzz check lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Three hundred random programs instead of thirty.
+fuzz: $(READY)
+	SHARDSTEP_FUZZ=300 $(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
 
 # Nothing is installed for it: the interpreter with CUDA has what it needs, and its torch is not the one that is pinned.
 GPU_PYTHON ?= python3

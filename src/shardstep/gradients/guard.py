@@ -70,8 +70,16 @@ def _guarded(kind: type) -> type:
             made.__class__ = kind
         return made
 
+    def as_text(self: Any) -> str:
+        """As what it is to its reader; torch would name the class."""
+        now, self.__class__ = type(self), kind
+        try:
+            return repr(self)
+        finally:
+            self.__class__ = now
+
     grad = property(get, _tensor.grad.__set__, _tensor.grad.__delete__)
-    names = {"grad": grad, "__deepcopy__": deep_copy, "__module__": kind.__module__, _MARK: True}
+    names = {"grad": grad, "__deepcopy__": deep_copy, "__repr__": as_text, "__module__": kind.__module__, _MARK: True}
     return type(kind)(kind.__name__, (kind,), names)
 
 
