@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import shardstep
+from as_collectives import by_collectives
 from fast_lane_training import (
     SMALL_BUCKETS,
     Breaks,
@@ -480,3 +482,50 @@ def reduces_complex_in_half() -> None:
 
 def test_complex_gradients_keep_their_imaginary_part_on_the_wire(workers):
     workers(2).run(reduces_complex_in_half)
+
+
+def keeps_zeros(rank_without_a_pass: int) -> None:
+    """With gradients="keep" and zeros left in param.grad: what is there is no gradient that was forgotten."""
+    model = nn.Linear(7, 3)
+    opt = shardstep.shard(model, optim.SGD, lr=0.1, config=ShardConfig(gradients="keep"))
+    loss_of(model, batch(0)).backward()
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+    before = model.weight.detach().clone()
+    if dist.get_rank() != rank_without_a_pass:
+        model(torch.ones(1, 7)).sum().backward()
+    opt.step()
+    share = (dist.get_world_size() - 1) / dist.get_world_size()
+    assert torch.allclose(model.weight, before - 0.1 * share)
+
+
+def test_kept_zeros_are_not_gradients_that_were_never_reduced(workers):
+    for rank in range(2):
+        workers(2).run(keeps_zeros, rank, timeout=30)
+
+
+def starts_apart(layout: Layout, collectives: bool) -> None:
+    """Every rank from weights and running means of its own, as without a seed; a subgroup and a frozen layer, too."""
+    torch.manual_seed(100 + dist.get_rank())
+    model = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    model[0].bias.requires_grad_(False)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        with torch.no_grad():
+            tensor.add_(dist.get_rank())
+    first = [tensor.detach().clone() for tensor in [*model.parameters(), *model.buffers()]]
+    for tensor in first:
+        dist.broadcast(tensor, 0)
+    with by_collectives() if collectives else nullcontext():
+        opt = shardstep.shard(model, optim.SGD, lr=0.1, config=ShardConfig(layout=layout, bucket_mb=SMALL_BUCKETS))
+    for tensor, expected in zip([*model.parameters(), *model.buffers()], first, strict=True):
+        assert torch.equal(tensor, expected)
+    extra = nn.Linear(3, 2)
+    model.append(extra)
+    opt.add_param_group({"params": list(extra.parameters())})
+    assert_ranks_equal(list(extra.parameters()))
+
+
+@pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
+@pytest.mark.parametrize("layout", [Layout.FLAT, Layout.WHOLE])
+def test_all_ranks_take_the_first_ranks_parameters_and_buffers(workers, layout, collectives):
+    workers(3).run(starts_apart, layout, collectives, timeout=30)

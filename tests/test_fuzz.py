@@ -30,12 +30,11 @@ TOGETHER = 10  # programs of one job
 CLASSES: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.SGD, {"lr": 0.05}),
     (optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-    # Where a gradient is rounding, Adam makes a full step of it; a larger eps keeps both sides together.
-    (optim.AdamW, {"lr": 0.02, "eps": 1e-2}),
-    (optim.Adam, {"lr": 0.02, "eps": 1e-2, "amsgrad": True}),
-    (optim.AdamW, {"lr": 0.02, "eps": 1e-2, "fused": True}),
-    (optim.RMSprop, {"lr": 0.01, "eps": 1e-2, "momentum": 0.5}),
-    (optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
+    (optim.AdamW, {"lr": 0.02}),
+    (optim.Adam, {"lr": 0.02, "amsgrad": True}),
+    (optim.AdamW, {"lr": 0.02, "fused": True}),
+    (optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    (optim.Adagrad, {"lr": 0.05}),
 ]
 
 
@@ -107,7 +106,7 @@ def run_program(number: int) -> None:
     draw = random.Random(number)
     torch.manual_seed(number)
     cls, options = draw.choice(CLASSES)
-    model = Odd(draw)
+    model = Odd(draw).double()  # so that what differs is not rounding, which small batches and their norms amplify
     twin = copy.deepcopy(model)
     config = config_of(draw, cls)
     collectives = draw.random() < 0.4
@@ -127,7 +126,7 @@ def run_program(number: int) -> None:
                 scheduler.step()
         change(draw, ours, theirs, may_grow=not schedules)
         for (name, one), other in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
-            assert torch.allclose(one, other, rtol=1e-4, atol=2e-5), (
+            assert torch.allclose(one, other, rtol=1e-6, atol=1e-7), (
                 f"{describe}: {name} after step {step} is {(one - other).abs().max()} off"
             )
     ours.optimizer.close()
@@ -143,10 +142,10 @@ def iterate(draw: random.Random, step: int, number: int, ours: Side, theirs: Sid
     for side in (ours, theirs):
         for part in range(passes):
             generator = torch.Generator().manual_seed(1000 * number + 100 * step + 10 * part + rank)
-            x = torch.randn(4, WIDTH, generator=generator)
+            x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
             inside = side.is_ours() and silent and part + 1 < passes
             with side.optimizer.no_sync() if inside else nullcontext():
-                (side.call(x, skipping[rank]) - 0.3).square().mean().backward()  # no gradient is only rounding
+                (side.call(x, skipping[rank]) - 0.3).square().mean().backward()
         if not side.is_ours():
             average(side.model)
         if clips is not None:
@@ -172,10 +171,10 @@ def change(draw: random.Random, ours: Side, theirs: Side, *, may_grow: bool) -> 
         elif what == "evaluate":
             side.model.eval()
             with torch.no_grad():
-                side.model(torch.ones(2, WIDTH), False)
+                side.model(torch.ones(2, WIDTH, dtype=torch.float64), False)
             side.model.train()
         elif what == "group" and may_grow and not hasattr(side.model, "late"):
-            side.model.late = nn.Parameter(torch.full((WIDTH,), 0.9))
+            side.model.late = nn.Parameter(torch.full((WIDTH,), 0.9, dtype=torch.float64))
             side.optimizer.add_param_group({"params": [side.model.late], "lr": 0.01})
         elif what == "save":
             saved = copy.deepcopy(side.optimizer.state_dict())

@@ -125,8 +125,12 @@ class ShardedGradients:
         return self.read()
 
     def _make_up_for_a_pass(self) -> None:
-        """What `no_sync` has left in `param.grad` is no part of it: then it is a failed one, and stays where it is."""
-        left = {place: gradient_of(self._params[place]) for place in self.unsent()}
+        """What `no_sync` has left in `param.grad` is no part of it: then it is a failed one, and stays where it is.
+
+        Not where gradients are kept: what is there is the mean of an earlier pass, and the same on every rank.
+        """
+        unsent = self.unsent() if self._after_pass is None else []
+        left = {place: gradient_of(self._params[place]) for place in unsent}
         for place in left:
             self._params[place].grad = None
         self.current.end(failed=bool(left))
