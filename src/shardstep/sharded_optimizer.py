@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from shardstep.config import ShardConfig
 from shardstep.engine import Engine, Recipe, params_of, trainable_of
 from shardstep.gradients.guard import guard
 from shardstep.gradients.norms import norms_by_parameter, total_norm
+from shardstep.owners import check_unowned, close_earlier, take
 from shardstep.planning import Layout, Piece, read_specs
 from shardstep.state.resharding import cut_whole, read_shard
 from shardstep.state.state_dict import check_state_dict, pack_groups
@@ -27,8 +27,6 @@ from shardstep.stepping.probe import finest_layout
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
 from shardstep.wire.turns import Turn
-
-_owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedOptimizer]] = weakref.WeakKeyDictionary()
 
 
 def shard(
@@ -72,17 +70,19 @@ class ShardedOptimizer(Optimizer):
         except Exception as error:
             failure = error
         agree(channel, Claim("shard(...)", failure, facts))
-        self._take_the_model()
+        close_earlier(model)  # its hooks would take the gradients away from this one
         self._engine = Engine(model, channel, Recipe(optimizer_class, defaults, self._layout), config)
         plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
         self._engine.build(self.param_groups, plan, {}, "shard(...)")
         guard(self)
+        take(self)
         self._ready = True
 
     def _check(self, groups: Any, defaults: dict[str, Any]) -> Facts:
         check_optimizer_class(self._class, self._channel.world_size)
         chosen = read_groups(self._model, groups)
         check_parameters(chosen, allow_mixed_dtypes=True)
+        check_unowned(chosen, self._model)
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
         empty = build(self._class, [{**g, "params": [], "param_names": []} for g in chosen], defaults, {})
         super().__init__(chosen, dict(empty.defaults))
@@ -99,13 +99,13 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"Layout.FLAT is not safe here: {reason}. Use Layout.AUTO or Layout.WHOLE")
         return self._config.layout
 
-    def _take_the_model(self) -> None:
-        """A model has one owner. The hooks of an earlier one would take the gradients away from this one."""
-        earlier = _owner_of.get(self._model)
-        owner = None if earlier is None else earlier()
-        if owner is not None:
-            owner.close()
-        _owner_of[self._model] = weakref.ref(self)
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
@@ -224,6 +224,7 @@ class ShardedOptimizer(Optimizer):
         try:
             super().add_param_group(self._named(read_group(param_group)))
             check_parameters(self.param_groups, allow_mixed_dtypes=True)
+            check_unowned(self.param_groups[-1:], self._model)
             if self._choose_layout() is not self._layout:
                 raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
             facts = Facts(map(str, read_specs(self.param_groups)))
