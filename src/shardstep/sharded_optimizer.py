@@ -23,6 +23,7 @@ from shardstep.state.resharding import cut_whole, read_shard
 from shardstep.state.state_dict import check_state_dict, pack_groups
 from shardstep.stepping.entries import Entry, join_entries
 from shardstep.stepping.local_optimizer import build, check_optimizer_class, copy_options
+from shardstep.stepping.options import class_line, option_keys, option_lines
 from shardstep.stepping.probe import finest_layout
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
@@ -88,7 +89,9 @@ class ShardedOptimizer(Optimizer):
         super().__init__(chosen, dict(empty.defaults))
         self._defaults = defaults
         self._layout = self._choose_layout()
-        return Facts([*map(str, read_specs(self.param_groups)), str(self._config), str(self._layout)])
+        settings = [class_line(self._class), str(self._config), str(self._layout)]
+        options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
+        return Facts([*settings, *map(str, read_specs(self.param_groups)), *options])
 
     def _choose_layout(self) -> Layout:
         device = params_of(self.param_groups)[0].device
@@ -227,7 +230,8 @@ class ShardedOptimizer(Optimizer):
             check_unowned(self.param_groups[-1:], self._model)
             if self._choose_layout() is not self._layout:
                 raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
-            facts = Facts(map(str, read_specs(self.param_groups)))
+            options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
+            facts = Facts([*map(str, read_specs(self.param_groups)), *options])
         except Exception as error:
             failure = error
         try:
