@@ -12,17 +12,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardstep.arguments import check_parameters, read_group, read_groups
+from shardstep.arguments import check_model, check_parameters, parameters_of, read_group, read_groups
 from shardstep.config import ShardConfig
 from shardstep.engine import Engine, Recipe, params_of, trainable_of
 from shardstep.gradients.guard import guard
 from shardstep.gradients.norms import norms_by_parameter, total_norm
+from shardstep.gradients.wrapped import refuse_ddp
 from shardstep.owners import check_unowned, close_earlier, take
 from shardstep.planning import Layout, Piece, read_specs
 from shardstep.state.resharding import cut_whole, read_shard
 from shardstep.state.state_dict import check_state_dict, pack_groups
 from shardstep.stepping.entries import Entry, join_entries
-from shardstep.stepping.local_optimizer import build, check_optimizer_class, copy_options
+from shardstep.stepping.local_optimizer import (
+    build,
+    check_optimizer_class,
+    check_takes_no_closure,
+    copy_options,
+    without_params,
+)
 from shardstep.stepping.options import class_line, option_keys, option_lines
 from shardstep.stepping.probe import finest_layout
 from shardstep.wire.agreement import Claim, Facts, agree
@@ -64,7 +71,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self._ready = self._closed = False
         self._model, self._class, self._config = model, optimizer_class, config
-        self._channel = channel = open_channel(process_group, accelerator_among(model.parameters()))
+        self._channel = channel = open_channel(process_group, accelerator_among(parameters_of(model)))
         failure, facts = None, Facts()
         try:
             facts = self._check(groups, defaults)
@@ -80,12 +87,15 @@ class ShardedOptimizer(Optimizer):
         self._ready = True
 
     def _check(self, groups: Any, defaults: dict[str, Any]) -> Facts:
+        check_model(self._model)
+        refuse_ddp(self._model)
         check_optimizer_class(self._class, self._channel.world_size)
+        check_takes_no_closure(self._class)
         chosen = read_groups(self._model, groups)
         check_parameters(chosen, allow_mixed_dtypes=True)
         check_unowned(chosen, self._model)
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
-        empty = build(self._class, [{**g, "params": [], "param_names": []} for g in chosen], defaults, {})
+        empty = build(self._class, without_params(chosen), defaults, {})
         super().__init__(chosen, dict(empty.defaults))
         self._defaults = defaults
         self._layout = self._choose_layout()

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from shardstep.gradients.passes import GradientPass, LaunchOrder
+from shardstep.gradients.wrapped import refuse_inside_ddp
 
 
 class BackwardHooks:
@@ -99,6 +101,8 @@ def _before_call(hooks: weakref.ref[BackwardHooks]) -> Callable[[nn.Module, Any]
         target = hooks()
         if target is not None and target.watches(module):
             target.recover()
+            if DistributedDataParallel._active_ddp_module is not None:
+                refuse_inside_ddp(module)
 
     return calling
 

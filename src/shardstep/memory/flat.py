@@ -77,7 +77,7 @@ class FlatMemory:
 
 
 def _remedy(plan: Plan, param: int) -> str:
-    return f"it is {plan.params[param].name}. Change the model before shard(...), or call shard(...) again"
+    return f"it is {plan.params[param].name}: call shard(...) after model.to(...), or once more"
 
 
 def _stretches(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
