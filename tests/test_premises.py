@@ -228,3 +228,65 @@ def grows_a_parameter(collectives: bool, everywhere: bool) -> None:
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_parameter_that_grew_does_not_abort_the_process(workers, collectives, everywhere):
     workers(2).run(grows_a_parameter, collectives, everywhere, timeout=30)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def writes_to_shown_state() -> None:
+    _, opt = trained_once(False)
+    assert opt.state
+    for write in (opt.state.clear, lambda: opt.state.update({}), lambda: setattr(opt, "state", {})):
+        kind, text = raised(write)
+        assert kind == "TypeError"
+        assert "load_state_dict" in text
+    opt.load_state_dict({"state": {}, "param_groups": opt.state_dict()["param_groups"]})
+    assert not opt.state
+
+
+def test_clearing_the_state_does_not_silently_do_nothing(workers):
+    workers(2).run(writes_to_shown_state)
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(nn.Linear(7, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(x)
+
+
+def loads_what_is_not_its_own(plain: bool) -> None:
+    model, opt = trained_once(False)
+    saved = opt.state_dict()
+    if plain:
+        params = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+        names = [f"module.{name}" for name, _ in model.named_parameters()]
+        adam = optim.AdamW(list(zip(names, params, strict=True)), lr=0.1)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        adam.step()
+        saved = adam.state_dict()
+        opt.load_state_dict(saved)  # DDP's prefix is no other name
+    before = {name: value.clone() for name, value in next(iter(opt.state.values())).items()}
+    other = shard(Normed(), False, optimizer_class=optim.SGD)
+    kind, text = raised(lambda: other.load_state_dict(saved))
+    assert kind == "ValueError"
+    assert "has no 'momentum', 'dampening'" in text
+    assert "SGD" in text
+    foreign = other.state_dict() if not plain else optim.SGD(model.parameters(), lr=0.1).state_dict()
+    assert "'betas'" in raised(lambda: opt.load_state_dict(foreign))[1]
+    assert all(torch.equal(value, before[name]) for name, value in next(iter(opt.state.values())).items())
+    renamed = shard(Renamed(), False)
+    text = raised(lambda: renamed.load_state_dict(saved))[1]
+    assert "layers.0.weight where this optimizer has other.0.weight" in text
+    for group in saved["param_groups"]:
+        del group["param_names"]
+    renamed.load_state_dict(saved)
+    assert renamed.state
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_state_of_another_optimizer_or_model_is_not_loaded_by_position(workers, plain):
+    workers(2).run(loads_what_is_not_its_own, plain)

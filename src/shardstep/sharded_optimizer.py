@@ -21,7 +21,7 @@ from shardstep.gradients.wrapped import refuse_ddp
 from shardstep.owners import check_unowned, close_earlier, take
 from shardstep.planning import Layout, Piece, read_specs
 from shardstep.state.resharding import cut_whole, read_shard
-from shardstep.state.state_dict import check_state_dict, pack_groups
+from shardstep.state.state_dict import ShownState, check_saved_groups, check_state_dict, pack_groups
 from shardstep.stepping.entries import Entry, join_entries
 from shardstep.stepping.local_optimizer import (
     build,
@@ -266,20 +266,22 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """This rank's state by parameter: flat, the elements it holds, in order. To look at; writing has no effect."""
+        """This rank's state by parameter: flat, the elements it holds, in order. To look at: writing to it raises."""
         params = params_of(self.param_groups)
         found: dict[torch.Tensor, list[tuple[Piece, Entry]]] = {}
         entries = self._engine.share.entries().items()
         for piece, entry in sorted(entries, key=lambda item: (item[0].param, item[0].start)):
             found.setdefault(params[piece.param], []).append((piece, entry))
-        return {
-            param: join_entries([entry for _, entry in rows], [piece.numel for piece, _ in rows])
+        return ShownState(
+            (param, join_entries([entry for _, entry in rows], [piece.numel for piece, _ in rows]))
             for param, rows in found.items()
-        }
+        )
 
     @state.setter
     def state(self, value: Any) -> None:
-        """torch.optim.Optimizer's constructor sets an empty one."""
+        """torch.optim.Optimizer's constructor sets an empty one; nobody else can."""
+        if self._ready:
+            ShownState().update(value)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state and all options. `load_state_dict` takes it on as many ranks as it was saved on."""
@@ -298,6 +300,9 @@ class ShardedOptimizer(Optimizer):
         entries: dict[Piece, Entry] = {}
         before = [{**group} for group in self.param_groups]
         try:
+            if isinstance(state_dict, Mapping) and "param_groups" in state_dict:
+                trial = build(self._class, without_params(self.param_groups), self._defaults, {})
+                check_saved_groups(state_dict["param_groups"], plan.params, trial)
             if "shardstep" in state_dict:
                 plan, entries = read_shard(state_dict, self._channel.rank, plan)
             else:

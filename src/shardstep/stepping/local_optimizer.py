@@ -42,7 +42,7 @@ def check_takes_no_closure(optimizer_class: Any) -> None:
         optimizer_class = optimizer_class.func
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ValueError(
-            f"{optimizer_class.__name__} computes the loss several times in one step, and a sharded step computes none, "
+            f"{optimizer_class.__name__} computes the loss several times in a step, and a sharded step computes none, "
             "on one rank as on many. Use it unsharded, or shardstep.ZeroRedundancyOptimizer on one rank"
         )
 
