@@ -155,7 +155,7 @@ def check_options(local: Optimizer, before: Sequence[Mapping[str, Any]]) -> None
 
 
 def check_saved_groups(groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], trial: Optimizer) -> None:
-    """Raise if saved groups are of another optimizer or another model. `trial` has this one's options and no parameters.
+    """Raise if saved groups are another optimizer's or another model's. `trial` has this one's options alone.
 
     It loads them, so that options which are newer than the state_dict get their defaults.
     """
