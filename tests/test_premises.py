@@ -203,7 +203,7 @@ def casts_alone(collectives: bool, what: str) -> None:
 
 @BOTH_WAYS
 @pytest.mark.parametrize("what", ["model", "parameter", "buffer"])
-def test_a_rank_whose_model_was_cast_does_not_leave_the_others_waiting(workers, collectives, what):
+def test_a_cast_or_another_buffer_on_one_rank_raises_on_all_before_a_weight_moves(workers, collectives, what):
     workers(2).run(casts_alone, collectives, what, timeout=30)
 
 
