@@ -338,3 +338,14 @@ def refused_construction_leaves_parameters_alone() -> None:
 
 def test_a_refused_construction_leaves_the_parameters_alone(workers):
     workers(2).run(refused_construction_leaves_parameters_alone)
+
+
+def builds_with_its_own_rate() -> tuple[str, str]:
+    rate = 0.1 if dist.get_rank() else 0.2
+    return raised(lambda: ZeroRedundancyOptimizer(make_params(), torch.optim.SGD, lr=rate))
+
+
+def test_ranks_that_build_the_drop_in_with_different_rates_all_raise(workers):
+    kind, text = all_same(workers(2).run(builds_with_its_own_rate))
+    assert kind == "RuntimeError"
+    assert "it has <param_groups[0]['lr'] = 0.1> where rank 0 has <param_groups[0]['lr'] = 0.2>" in text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
-ORDER = ["planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "engine",
+ORDER = ["planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "owners", "engine",
          "sharded_optimizer", "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook", "cli"]  # fmt: skip
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 

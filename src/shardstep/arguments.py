@@ -69,6 +69,12 @@ def check_parameters(
     sparse = [spec.name for spec, param in named if param.layout is not torch.strided]
     if sparse:
         raise ValueError(f"parameters must be dense tensors; sparse: {', '.join(sparse)}")
+    unmade = [spec.name for spec, param in named if param.device.type == "meta"]
+    if unmade:
+        raise ValueError(
+            f"{', '.join(unmade[:5])}{' and others' if len(unmade) > 5 else ''}: on the meta device, without values. "
+            "Materialize the model first: model.to_empty(device=...), then initialize or load its weights"
+        )
     derived = [spec.name for spec, param in named if not (differentiable or param.is_leaf or param.retains_grad)]
     if derived:
         raise ValueError(
@@ -151,3 +157,24 @@ def _matches(wish: Any, number: int, named: Mapping[str, Any], name_of: Mapping[
     if not found:
         raise ValueError(f"groups[{number}]: no parameter is called {wish!r}; the first is {next(iter(named))!r}")
     return found
+
+
+def check_model(model: Any) -> None:
+    """Raise for what is no module, or has gradients that cannot be sharded, before anything is asked of it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"shard(...) takes the model itself, an nn.Module, got {type(model).__name__}; pass the module, and "
+            "param groups as groups=..."
+        )
+    sparse = [name for name, module in model.named_modules() if getattr(module, "sparse", False) is True]
+    if sparse:
+        raise ValueError(
+            f"{sparse[0] or type(model).__name__} is built with sparse=True, and gradients are sent dense: build it "
+            "with sparse=False, or keep it out of the model that is sharded"
+        )
+
+
+def parameters_of(model: Any) -> list[torch.Tensor]:
+    """Of whatever was passed as a model: what has no parameters, or none with values, is refused on all ranks later."""
+    params = list(model.parameters()) if isinstance(model, nn.Module) else []
+    return [param for param in params if param.device.type != "meta"]

@@ -29,6 +29,7 @@ from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import is_of_torch
+from shardstep.stepping.premises import Premises
 from shardstep.stepping.share import LocalShare
 from shardstep.stepping.two_streams import in_halves, two_streams
 from shardstep.wire.agreement import Agreement, Claim, Facts, agree
@@ -62,6 +63,7 @@ class Engine:
         self._turns = Turns(channel)
         self.transport.before_waiting(self._turns.check)
         self._agreement = Agreement(channel)
+        self._premises = Premises(model, has_buffers=config.sync_buffers)
         self._arriving: dict[int, Gather] = {}
         self._arrivals: Arrivals | None = None  # with gather="overlap"
         self._readers = Readers()
@@ -123,6 +125,7 @@ class Engine:
     def _connect(self, groups: ParamGroups, plan: Plan) -> None:
         """What talks to other ranks. Its messages are told apart by counting, so all ranks get here, or none."""
         params = params_of(groups)
+        self._premises.watch(groups)
         overlap = self._config.gather == "overlap"
         self._gathers = self.transport.range_gathers(self._memory.buckets, ring=not overlap)
         sharded = self._config.gradients == "shard"
@@ -173,7 +176,13 @@ class Engine:
     def step(self, groups: ParamGroups) -> None:
         """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
         self.synchronize()
+        self._turns.premise = self._premises.look(groups, self._adopt())
         self.take_turn(Turn.STEP, groups)
+        if self._turns.premises_differ:
+            self._turns.premises_differ = False
+            agree(self.channel, Claim("step", self._premises.failure, Facts(self._premises.lines())))
+        if self._premises.failure is not None:  # the same on all ranks, or their digests would differ
+            raise self._premises.failure
         self._sync_buffers()
         self._look_at_everything(groups)
         trainable = trainable_of(groups)
@@ -209,13 +218,21 @@ class Engine:
         DDP does this in forward. Here it would be a collective that nobody sees: an evaluation on rank 0 alone, which
         under DDP goes round the wrapper, would hang.
         """
-        buffers = list(self._model.buffers()) if self._config.sync_buffers else []
-        if buffers:
-            self.transport.broadcast(buffers)
+        if self._premises.buffers:
+            self.transport.broadcast(self._premises.buffers)
+
+    def _adopt(self) -> Exception | None:
+        """Parameters that were given other memory lie in the buffers again; or why that cannot be."""
+        try:
+            self._memory.adopt()
+        except Exception as error:
+            return error
+        return None
 
     def take_turn(self, turn: Turn, groups: ParamGroups, *, waits: bool = True) -> None:
         """Before anything is done with gradients: `turn` says what, and `waits` whether it waits for other ranks."""
-        self._turns.raise_if_apart()
+        if self._turns.apart:
+            self._turns.raise_if_apart()
         try:
             late = self.gradients.settle(turn if waits else None)
         except RuntimeError as error:
@@ -237,7 +254,6 @@ class Engine:
         """One group of buckets is on its way while the next is stepped. Returns what failed on this rank."""
         failure = self._why_not_to_step()
         try:
-            self._memory.adopt()
             self.share.begin(groups, self.gradients.used)
         except Exception as error:  # the others wait for what this rank sends; all raise together at the end
             failure = failure or error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,22 +14,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shardstep.arguments import check_parameters, read_group, read_groups
+from shardstep.arguments import check_model, check_parameters, parameters_of, read_group, read_groups
 from shardstep.config import ShardConfig
 from shardstep.engine import Engine, Recipe, params_of, trainable_of
 from shardstep.gradients.guard import guard, release
 from shardstep.gradients.norms import norms_by_parameter, total_norm
+from shardstep.gradients.wrapped import refuse_ddp
+from shardstep.owners import check_unowned, close_earlier, take
 from shardstep.planning import Layout, Piece, read_specs
 from shardstep.state.resharding import cut_whole, read_shard
-from shardstep.state.state_dict import check_state_dict, pack_groups
+from shardstep.state.state_dict import ShownState, check_saved_groups, check_state_dict, pack_groups
 from shardstep.stepping.entries import Entry, join_entries
-from shardstep.stepping.local_optimizer import build, check_optimizer_class, copy_options
+from shardstep.stepping.local_optimizer import (
+    build,
+    check_optimizer_class,
+    check_takes_no_closure,
+    copy_options,
+    without_params,
+)
+from shardstep.stepping.options import class_line, option_keys, option_lines
 from shardstep.stepping.probe import finest_layout
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
 from shardstep.wire.turns import Turn
-
-_owner_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedOptimizer]] = weakref.WeakKeyDictionary()
 
 
 def shard(
@@ -67,30 +73,37 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self._ready = self._closed = False
         self._model, self._class, self._config = model, optimizer_class, config
-        self._channel = channel = open_channel(process_group, accelerator_among(model.parameters()))
+        self._channel = channel = open_channel(process_group, accelerator_among(parameters_of(model)))
         failure, facts = None, Facts()
         try:
             facts = self._check(groups, defaults)
         except Exception as error:
             failure = error
         agree(channel, Claim("shard(...)", failure, facts))
-        self._take_the_model()
+        close_earlier(model)  # its hooks would take the gradients away from this one
         self._engine = Engine(model, channel, Recipe(optimizer_class, defaults, self._layout), config)
         plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
         self._engine.build(self.param_groups, plan, {}, "shard(...)")
         guard(self, params_of(self.param_groups))
+        take(self)
         self._ready = True
 
     def _check(self, groups: Any, defaults: dict[str, Any]) -> Facts:
+        check_model(self._model)
+        refuse_ddp(self._model)
         check_optimizer_class(self._class, self._channel.world_size)
+        check_takes_no_closure(self._class)
         chosen = read_groups(self._model, groups)
         check_parameters(chosen, allow_mixed_dtypes=True)
+        check_unowned(chosen, self._model)
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
-        empty = build(self._class, [{**g, "params": [], "param_names": []} for g in chosen], defaults, {})
+        empty = build(self._class, without_params(chosen), defaults, {})
         super().__init__(chosen, dict(empty.defaults))
         self._defaults = defaults
         self._layout = self._choose_layout()
-        return Facts([*map(str, read_specs(self.param_groups)), str(self._config), str(self._layout)])
+        settings = [class_line(self._class), str(self._config), str(self._layout)]
+        options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
+        return Facts([*settings, *map(str, read_specs(self.param_groups)), *options])
 
     def _choose_layout(self) -> Layout:
         device = params_of(self.param_groups)[0].device
@@ -101,13 +114,13 @@ class ShardedOptimizer(Optimizer):
             raise ValueError(f"Layout.FLAT is not safe here: {reason}. Use Layout.AUTO or Layout.WHOLE")
         return self._config.layout
 
-    def _take_the_model(self) -> None:
-        """A model has one owner. The hooks of an earlier one would take the gradients away from this one."""
-        earlier = _owner_of.get(self._model)
-        owner = None if earlier is None else earlier()
-        if owner is not None:
-            owner.close()
-        _owner_of[self._model] = weakref.ref(self)
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
@@ -245,9 +258,11 @@ class ShardedOptimizer(Optimizer):
         try:
             super().add_param_group(self._named(read_group(param_group)))
             check_parameters(self.param_groups, allow_mixed_dtypes=True)
+            check_unowned(self.param_groups[-1:], self._model)
             if self._choose_layout() is not self._layout:
                 raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
-            facts = Facts(map(str, read_specs(self.param_groups)))
+            options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
+            facts = Facts([*map(str, read_specs(self.param_groups)), *options])
         except Exception as error:
             failure = error
         try:
@@ -273,20 +288,22 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """This rank's state by parameter: flat, the elements it holds, in order. To look at; writing has no effect."""
+        """This rank's state by parameter: flat, the elements it holds, in order. To look at: writing to it raises."""
         params = params_of(self.param_groups)
         found: dict[torch.Tensor, list[tuple[Piece, Entry]]] = {}
         entries = self._engine.share.entries().items()
         for piece, entry in sorted(entries, key=lambda item: (item[0].param, item[0].start)):
             found.setdefault(params[piece.param], []).append((piece, entry))
-        return {
-            param: join_entries([entry for _, entry in rows], [piece.numel for piece, _ in rows])
+        return ShownState(
+            (param, join_entries([entry for _, entry in rows], [piece.numel for piece, _ in rows]))
             for param, rows in found.items()
-        }
+        )
 
     @state.setter
     def state(self, value: Any) -> None:
-        """torch.optim.Optimizer's constructor sets an empty one."""
+        """torch.optim.Optimizer's constructor sets an empty one; nobody else can."""
+        if self._ready:
+            ShownState().update(value)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state and all options. `load_state_dict` takes it on as many ranks as it was saved on."""
@@ -313,6 +330,9 @@ class ShardedOptimizer(Optimizer):
         entries: dict[Piece, Entry] = {}
         before = [{**group} for group in self.param_groups]
         try:
+            if isinstance(state_dict, Mapping) and "param_groups" in state_dict:
+                trial = build(self._class, without_params(self.param_groups), self._defaults, {})
+                check_saved_groups(state_dict["param_groups"], plan.params, trial)
             if "shardstep" in state_dict:
                 plan, entries = read_shard(state_dict, self._channel.rank, plan)
             else:

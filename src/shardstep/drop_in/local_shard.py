@@ -12,6 +12,7 @@ from shardstep.memory.views import storage_order
 from shardstep.planning import Layout, Plan, make_plan, read_specs
 from shardstep.state.state_dict import check_options, check_state_dict, describe, local_part
 from shardstep.stepping.local_optimizer import build, copy_options, dealt_to, local_groups
+from shardstep.stepping.options import class_line, option_lines
 from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
 from shardstep.wire.agreement import Facts
 
@@ -68,13 +69,13 @@ class LocalShard:
 
     def settings(self, groups: Groups, plan: Plan, *, bucket_view: bool) -> Facts:
         """What must be the same on every rank: how the optimizer was built, and every parameter."""
-        kind = type(self.optim)
-        lines = [f"optimizer_class {kind.__module__}.{kind.__qualname__}", f"parameters_as_bucket_view {bucket_view}"]
+        lines = [class_line(type(self.optim)), f"parameters_as_bucket_view {bucket_view}"]
         for spec, param in zip(plan.params, params_of(groups), strict=True):
             # Flat buffers are sent in memory order, so channels_last on one rank alone would scramble values.
             order = f", dims in memory order {storage_order(param)}" if bucket_view else ""
             lines.append(f"{spec}{order}")
-        return Facts([*lines, f"parameters in each group {[len(group['params']) for group in groups]}"])
+        lines.append(f"parameters in each group {[len(group['params']) for group in groups]}")
+        return Facts([*lines, *option_lines(groups, [list(self.optim.defaults)] * len(groups))])
 
     def step(self, groups: Groups, closure: Any, kwargs: Mapping[str, Any]) -> Any:
         """Step this rank's parameters with the gradients that they have."""

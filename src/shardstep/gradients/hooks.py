@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from shardstep.gradients.passes import GradientPass, LaunchOrder
+from shardstep.gradients.wrapped import refuse_inside_ddp
 from shardstep.memory.model_hooks import ModelHook
 
 
@@ -94,10 +96,12 @@ class _BeforeCall(ModelHook):
         self._hooks = hooks
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        del module, inputs
+        del inputs
         target = None if torch.compiler.is_compiling() else self._hooks()
         if target is not None:
             target.recover()
+            if DistributedDataParallel._active_ddp_module is not None:
+                refuse_inside_ddp(module)
 
 
 class _AfterCall(ModelHook):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, repeat
-from operator import is_
+from operator import is_, ne
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class GradientPacking:
 
     def __init__(self, memory: FlatMemory, params: Sequence[torch.Tensor], transport: Transport) -> None:
         self._params = params
-        self._homes = memory.homes
+        self._plan, self._homes = memory.plan, memory.homes
+        self._failed = False  # a gradient of this pass could not be sent
         self.used = bytearray(len(params))  # 1 where a gradient was taken since `forget`, here or as others say
         self._taken: dict[int, torch.Tensor] = {}  # of parameters in several buckets: until the last one is packed
         self._rows = [self._make_rows(bucket, transport) for bucket in memory.buckets]
@@ -66,15 +67,20 @@ class GradientPacking:
     def end_pass(self) -> None:
         """Also of a pass that has failed: what is left of it must not be taken for the next one's."""
         self._taken.clear()
+        self._failed = False
 
     def forget(self) -> None:
-        self._taken.clear()
+        self.end_pass()
         self.used = bytearray(len(self._params))
 
     def _pack_row(self, row: _Row) -> Parts:
         gradients: list[Any] = list(map(gradient_of, row.params))
         for param in row.whole_params:
             param.grad = None
+        if self._failed:  # what is left of the pass is sent, and nobody looks at it
+            gradients = [None] * len(gradients)
+            for param in row.params:
+                param.grad = None
         for place in row.alone:
             gradients[place] = self._take_alone(row.pieces[place])
         if any(map(is_, gradients, repeat(None))):
@@ -88,14 +94,45 @@ class GradientPacking:
             places = row.places
         for place in places:
             self.used[place] = 1
-        return [part.join(gradients) for part in row.parts]
+        try:
+            packed = [part.join(gradients) for part in row.parts]
+        except Exception as error:
+            raise self._find_misfit(row, gradients) or error from error
+        if any(map(ne, map(len, packed), row.numels)):
+            raise self._find_misfit(row, gradients) or AssertionError("every gradient fits, and all together do not")
+        return packed
 
     def _take_alone(self, piece: Piece) -> torch.Tensor | None:
         flat, param = self._taken.get(piece.param), self._params[piece.param]
         if flat is None and (gradient := gradient_of(param)) is not None:
-            flat = self._taken[piece.param] = flat_gradient(self._homes[piece.param], gradient)
             param.grad = None
+            misfit = self._why_unfit(piece.param, gradient)
+            if misfit is not None:
+                raise misfit
+            flat = self._taken[piece.param] = flat_gradient(self._homes[piece.param], gradient)
         return None if flat is None else flat[piece.start : piece.stop]
+
+    def _find_misfit(self, row: _Row, gradients: Sequence[torch.Tensor]) -> Exception | None:
+        whole = [place for place in range(len(row.pieces)) if place not in row.alone]
+        found = (self._why_unfit(row.places[place], gradients[place]) for place in whole)
+        return next((misfit for misfit in found if misfit is not None), None)
+
+    def _why_unfit(self, place: int, gradient: torch.Tensor) -> Exception | None:
+        """Why a gradient cannot be sent. If it cannot, the pass has failed, and its other messages are empty."""
+        name, home = self._plan.params[place].name, self._homes[place]
+        self._failed = True
+        if gradient.layout is not torch.strided:
+            return TypeError(
+                f"{name} has a sparse gradient, and what is sent is dense: build its module with sparse=False "
+                "(nn.Embedding, nn.EmbeddingBag), or keep it out of the model that is sharded"
+            )
+        if gradient.numel() != home.numel():
+            return RuntimeError(
+                f"{name} has a gradient of shape {tuple(gradient.shape)}, and had shape {tuple(home.shape)} when the "
+                "model was sharded: change its size before shard(...), or call shard(...) again"
+            )
+        self._failed = False
+        return None
 
 
 def _own_places(rows: Sequence[_Row], memory: BucketMemory) -> list[slice]:
@@ -128,6 +165,7 @@ class _Row:
             self.parts = [_Part(memory, placed, group) for group in groups]
         else:
             self.parts = [_Part(memory, placed, slice(0, len(placed)), numel)] if numel else []
+        self.numels = [part.place.stop - part.place.start for part in self.parts]
 
 
 def _travel_together(nbytes: Sequence[int], part_nbytes: float) -> list[slice]:

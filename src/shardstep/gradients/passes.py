@@ -175,6 +175,7 @@ class GradientPass:
     def _begin(self) -> None:
         if self.phase is not Phase.RESTING:
             self._turns.announce(Turn.PASS)
+        self._turns.dropped = False
         self.land_all()  # of an earlier pass
         self._move(Phase.FILLING)
         self.order.begin()
@@ -275,6 +276,7 @@ class GradientPass:
 
     def stepped(self) -> None:
         """What comes from now on is for the next step."""
+        self._turns.dropped = False
         if self.phase is not Phase.RESTING:
             self._move(Phase.RESTING)
 
@@ -305,6 +307,7 @@ class GradientPass:
         """Forget all gradients."""
         self._turns.check()
         self.land_all()  # the memory belongs to the transport until then
+        self._turns.dropped = self.phase is not Phase.RESTING
         if self.phase is Phase.SENT:
             self._poll.forget()
             self._move(Phase.SETTLED)
@@ -322,6 +325,7 @@ class GradientPass:
         """Make all gradients zero, without forgetting that they were there."""
         self._turns.check()
         self.land_all()
+        self._turns.dropped = self.phase is not Phase.RESTING
         self._lost = False
         for shard in self.shards:
             if shard is not None:

@@ -59,7 +59,7 @@ class FlatMemory:
                     if segment.start == 0:
                         param = params[segment.param]
                         home = self.homes[segment.param] = separate_view(values, start + segment.offset, param)
-                        move_in(param, home, _REMEDY)
+                        move_in(param, home, _remedy(plan, segment.param))
                 self.buckets.append(BucketMemory(bucket, values[start : start + bucket.numel], rank))
                 start += bucket.numel
         self._params = [params[index] for index in self.homes]
@@ -70,12 +70,14 @@ class FlatMemory:
         found = _whereabouts(self._params)
         if found == self._expected:
             return
-        for param, view, place, expected in zip(self._params, self.homes.values(), found, self._expected, strict=True):
+        rows = zip(self._params, self.homes.items(), found, self._expected, strict=True)
+        for param, (index, view), place, expected in rows:
             if place != expected:
-                move_in(param, view, _REMEDY)
+                move_in(param, view, _remedy(self.plan, index))
 
 
-_REMEDY = "call shard(...) after model.to(...)"
+def _remedy(plan: Plan, param: int) -> str:
+    return f"it is {plan.params[param].name}: call shard(...) after model.to(...), or once more"
 
 
 def _stretches(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:

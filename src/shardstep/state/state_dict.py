@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -152,3 +152,52 @@ def check_options(local: Optimizer, before: Sequence[Mapping[str, Any]]) -> None
                 f"param_groups[{number}] of the state_dict has no {', '.join(map(repr, absent))}, which "
                 f"{type(local).__name__} needs; it was saved by another optimizer"
             )
+
+
+def check_saved_groups(groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], trial: Optimizer) -> None:
+    """Raise if saved groups are another optimizer's or another model's. `trial` has this one's options alone.
+
+    It loads them, so that options which are newer than the state_dict get their defaults.
+    """
+    before = [dict(group) for group in trial.param_groups]
+    problems = list(
+        _group_problems(groups, [sum(spec.group == number for spec in specs) for number in range(len(before))])
+    )
+    if problems:
+        raise ValueError("the state_dict does not fit this optimizer:\n  " + "\n  ".join(problems))
+    options = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+    trial.load_state_dict(copy.deepcopy({"state": {}, "param_groups": [{**group, "params": []} for group in options]}))
+    check_options(trial, before)
+    saved = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
+    pairs = [(theirs, spec.name) for theirs, spec in zip(saved, specs, strict=True) if theirs is not None]
+    differing = [(theirs, ours) for theirs, ours in pairs if _bare(theirs) != _bare(ours)]
+    if differing:
+        theirs, ours = differing[0]
+        raise ValueError(
+            f"the state_dict was saved for other parameters: it has {theirs} where this optimizer has {ours}, and "
+            f"{len(differing)} of {len(specs)} names differ. If only names have changed, take 'param_names' out of its "
+            "param_groups: then it is loaded by position"
+        )
+
+
+def _bare(name: str) -> str:
+    """Without what DistributedDataParallel and torch.compile put before it."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")
+
+
+class ShownState(dict[Any, Any]):
+    """State to look at. It is made when somebody asks, so what is taken out of it would still be there: that raises.
+
+    Setting an entry does not: trainers write back what they have moved to another device, and mean nothing else by it.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "this only shows the state of a sharded optimizer, which would stay as it is: to begin anew call "
+            "load_state_dict() on all ranks with an empty 'state' and the param_groups of state_dict()"
+        )
+
+    __delitem__ = clear = pop = popitem = update = __ior__ = _refuse
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy is anybody's

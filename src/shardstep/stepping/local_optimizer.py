@@ -36,6 +36,22 @@ def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
             )
 
 
+def check_takes_no_closure(optimizer_class: Any) -> None:
+    """Raise for classes that evaluate the loss several times in a step: shares of a step are made without it."""
+    while isinstance(optimizer_class, partial):
+        optimizer_class = optimizer_class.func
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise ValueError(
+            f"{optimizer_class.__name__} computes the loss several times in a step, and a sharded step computes none, "
+            "on one rank as on many. Use it unsharded, or shardstep.ZeroRedundancyOptimizer on one rank"
+        )
+
+
+def without_params(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For a trial: the options alone. Names are none of a class's options, and some check that they know all keys."""
+    return [{**{key: group[key] for key in group if key != "param_names"}, "params": []} for group in groups]
+
+
 def is_of_torch(optimizer_class: Any) -> bool:
     """Whether it is a class of torch.optim itself: these keep all they know of a parameter in its own state, in tensors
     of its shape and in counters. A class of somebody else's may count on itself, in its groups, or in lists."""
@@ -78,7 +94,12 @@ def build(
     except Exception as error:
         refused = _first_refused(make, groups, defaults)
         if refused is None:
-            raise  # not a parameter but an option is wrong
+            if str(error):
+                raise  # not a parameter but an option is wrong
+            raise ValueError(
+                f"{getattr(optimizer_class, '__name__', optimizer_class)} refuses its options, and does not say why: "
+                f"{type(error).__name__} with the groups' keys {[sorted(group) for group in groups]}"
+            ) from error
         kind = type(error) if type(error) in (TypeError, ValueError) else RuntimeError
         raise kind(
             f"{getattr(optimizer_class, '__name__', optimizer_class)} refuses {names[refused]}: {error}"
@@ -90,7 +111,7 @@ def _first_refused(
 ) -> torch.Tensor | None:
     """The first parameter that the optimizer refuses even alone; None if it is not a parameter that it refuses."""
     try:
-        make([{**group, "params": [], "param_names": []} for group in groups], **defaults)
+        make(without_params(groups), **defaults)
     except Exception:
         return None
     for group in groups:

@@ -19,6 +19,7 @@ from shardstep.wire.channel import Channel
 from shardstep.wire.records import Answer, open_poll
 
 _TEXT_NBYTES = 2048  # an error's text beyond this is cut before it is sent
+_MOST_WORDS = 4  # of how many ranks an error says what they have
 
 # Errors are sent as a name and a text, and made again from this list: nothing that a peer sent is ever executed.
 _ERRORS: dict[str, type[Exception]] = {
@@ -35,9 +36,14 @@ class Facts:
         self.digest = hashlib.sha256(self.text.encode()).digest()
 
     def difference(self, reference: str) -> str:
-        """The first line that differs from another rank's text."""
-        pairs = zip_longest(self.text.split("\n"), reference.split("\n"), fillvalue="nothing more")
+        """The first line that differs from another rank's text. One that a rank lacks leaves the rest beside others."""
+        own, other = self.text.split("\n"), reference.split("\n")
+        pairs = zip_longest(own, other)
         ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
+        if ours is not None and ours not in other and (theirs is None or theirs in own):
+            return f"it has <{ours}>, which rank 0 has not"
+        if theirs is not None and theirs not in own and (ours is None or ours in other):
+            return f"it has no <{theirs}>, which rank 0 has"
         return f"it has <{ours}> where rank 0 has <{theirs}>"
 
 
@@ -99,8 +105,9 @@ class Agreement:
         reference = self._text_of(claim.facts.text, 0)
         own = "" if claim.facts.text == reference else _brief(claim.facts.difference(reference))
         odd = [rank for rank, record in enumerate(self._ask(bytes([own != ""])).rows()) if record[0]]
+        words = " ".join(f"Rank {rank}: {self._text_of(own, rank)}." for rank in odd[:_MOST_WORDS])
         raise RuntimeError(
-            f"{claim.action}: the ranks do not agree. Rank {odd[0]}: {self._text_of(own, odd[0])}. "
+            f"{claim.action}: the ranks do not agree. {words} "
             f"Ranks that differ from rank 0: {odd}. Give every rank the same, in the same order"
         )
 

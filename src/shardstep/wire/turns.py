@@ -14,7 +14,7 @@ from enum import IntEnum
 
 from shardstep.wire.channel import Channel
 from shardstep.wire.hosts import RanksApartError, describe_apart
-from shardstep.wire.records import open_poll
+from shardstep.wire.records import Answer, open_poll
 
 
 class Turn(IntEnum):
@@ -25,6 +25,8 @@ class Turn(IntEnum):
     STEP = 4
 
 
+_PREMISE = bytes(8)  # a digest
+_HEAD = 2  # bytes of a record that say what a rank does; the rest is its premise
 _WORDS = {
     Turn.PASS: "make another backward pass",
     Turn.CLIP_NORM: "call clip_grad_norm_()",
@@ -34,63 +36,87 @@ _WORDS = {
 }
 
 
+def _in_words(record: bytes) -> str:
+    dropped = " after zero_grad() dropped the gradients of their last backward pass" if record[1] else ""
+    return _WORDS[Turn(record[0])] + dropped
+
+
 class Turns:
-    """What this rank and the others turn to; one for an optimizer's life."""
+    """What this rank and the others turn to; one for an optimizer's life.
+
+    A rank also says whether it has dropped the gradients of the last pass: its part of the model would not be stepped.
+    And with a step a digest of what that takes for granted, its `premise`; if those differ, `premises_differ` is set,
+    on all ranks.
+    """
 
     def __init__(self, channel: Channel) -> None:
-        self._poll = open_poll(channel, lambda record: _WORDS[Turn(record[0])])
+        self._poll = open_poll(channel, _in_words)
         self._alone = channel.world_size == 1
         self._prepared: Turn | None = None
-        self._difference: str | None = None
+        self._difference = ""
+        self.apart = False  # ranks have turned to different things: what is under way will never be complete
+        self.dropped = False  # gradients were dropped here since the last step, and no pass came after that
+        self.premise = _PREMISE
+        self.premises_differ = False
 
-    @property
-    def apart(self) -> bool:
-        """Whether ranks have turned to different things: nothing of what is under way will ever be complete."""
-        return self._difference is not None
+    def _record(self, turn: Turn) -> bytes:
+        return bytes([turn, self.dropped]) + (self.premise if turn is Turn.STEP else _PREMISE)
 
     def prepare(self, turn: Turn) -> None:
         """This rank is about to announce `turn`. Where records go together, it goes with what is read before that."""
         self.raise_if_apart()
         if self._poll.goes_together:
-            self._poll.ask(bytes([turn]))
+            self._poll.ask(self._record(turn))
             self._prepared = turn
 
     def announce(self, turn: Turn) -> None:
         """Tell the others. With messages they may still be busy with what was before: this does not wait for them.
 
-        Where records go together it does: what follows are collectives, which must not be issued before it is certain
-        that all ranks issue them.
+        Before a step it does: no weight may move before it is certain that all ranks step, and step alike. So it does
+        where records go together: what follows are collectives, which all ranks must issue.
         """
         if self._alone:
             return
         if self._poll.goes_together:
             if self._prepared is not turn:
-                self._poll.ask(bytes([turn]))
+                self._poll.ask(self._record(turn))
             self._prepared = None
             self.check()
         else:
             self.check()
-            self._poll.ask(bytes([turn]))
+            self._poll.ask(self._record(turn))
+            if turn is Turn.STEP:
+                self.check()
 
     def check(self) -> None:
         """Raise, on every rank, if not all have announced the same; once it was so, always."""
         if self._poll.is_open:
             try:
-                answer = self._poll.answer()
-                if not answer.equal:
-                    self._difference = describe_apart([_WORDS[Turn(record[0])] for record in answer.rows()])
+                self._compare(self._poll.answer())
             except RanksApartError as error:
-                self._difference = str(error)
+                self._go_apart(str(error))
         self.raise_if_apart()
+
+    def _compare(self, answer: Answer) -> None:
+        if answer.equal:
+            return
+        rows = answer.rows()
+        if len({row[:_HEAD] for row in rows}) > 1:
+            self._go_apart(describe_apart([_in_words(row) for row in rows]))
+        else:
+            self.premises_differ = True
+
+    def _go_apart(self, difference: str) -> None:
+        self._difference, self.apart = difference, True
 
     def went_apart(self, error: RanksApartError) -> None:
         """Found when something else was read; raises what `check` would."""
-        self._difference = str(error)
+        self._go_apart(str(error))
         self.raise_if_apart()
 
     def raise_if_apart(self) -> None:
         """What `check` has found before; this never waits."""
-        if self._difference is not None:
+        if self.apart:
             raise RuntimeError(
                 f"the ranks do not go on alike: {self._difference}. All must do the same, in the same order: leave out "
                 "a batch or a step on every rank or on none. Build the optimizer again and load a checkpoint"

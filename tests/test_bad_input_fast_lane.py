@@ -1,0 +1,158 @@
+"""What `shard` cannot take is refused on all ranks, with what to do instead."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
+
+import shardstep
+from as_collectives import by_collectives
+from fast_lane_training import Matrices, Net, batch, loss_of
+from training import assert_ranks_equal, raised
+
+BOTH_WAYS = pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
+
+
+def wraps_in_ddp(collectives: bool) -> None:
+    with by_collectives() if collectives else nullcontext():
+        for wrapped in (DistributedDataParallel(Matrices()), nn.Sequential(DistributedDataParallel(Matrices()))):
+            kind, text = raised(lambda wrapped=wrapped: shardstep.shard(wrapped, optim.SGD, lr=0.1))
+            assert kind == "TypeError"
+            assert "is wrapped in DistributedDataParallel" in text
+            assert "leave DDP out" in text
+            assert "shardstep.ZeroRedundancyOptimizer" in text
+        model = Matrices()
+        opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    kind, text = raised(lambda: DistributedDataParallel(model)(batch(0)))
+    assert kind == "TypeError"
+    assert "is called inside DistributedDataParallel" in text
+    assert "shardstep.ZeroRedundancyOptimizer" in text
+    loss_of(model, batch(0)).backward()
+    opt.step()
+    assert_ranks_equal(list(model.parameters()))
+
+
+@BOTH_WAYS
+def test_a_model_in_ddp_is_not_averaged_twice(workers, collectives):
+    workers(2).run(wraps_in_ddp, collectives)
+
+
+class Student(nn.Module):
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.own = Matrices()
+        self._teacher = [teacher]  # not a part of it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            aim = self._teacher[0](x)
+        return self.own(x) - aim
+
+
+def teaches_a_model_in_ddp() -> None:
+    teacher = Matrices()
+    opt = shardstep.shard(teacher, optim.SGD, lr=0.1)
+    student = DistributedDataParallel(Student(teacher))
+    loss_of(student, batch(0)).backward()
+    loss_of(teacher, batch(0)).backward()
+    opt.step()
+
+
+def test_a_sharded_model_may_be_called_by_another_in_ddp(workers):
+    workers(2).run(teaches_a_model_in_ddp)
+
+
+def embeds_sparsely(collectives: bool) -> None:
+    with by_collectives() if collectives else nullcontext():
+        model: nn.Module = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+        kind, text = raised(lambda: shardstep.shard(model, optim.SGD, lr=0.1))
+        assert kind == "ValueError"
+        assert "0 is built with sparse=True" in text
+        assert "sparse=False" in text
+        own = Sparse()
+        opt = shardstep.shard(own, optim.SGD, lr=0.1)
+    before = copy.deepcopy(own.state_dict())
+    kind, text = raised(own(torch.tensor([1, 2])).sum().backward)
+    assert "table has a sparse gradient" in text
+    assert f"the backward pass failed on ranks {list(range(dist.get_world_size()))}" in raised(opt.step)[1]
+    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+
+
+class Sparse(nn.Module):
+    """Sparse gradients that nothing in the module announces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(9, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table, sparse=True) * self.scale
+
+
+@BOTH_WAYS
+def test_sparse_gradients_are_refused_by_name(workers, collectives):
+    workers(2).run(embeds_sparsely, collectives)
+
+
+def passes_something_else() -> None:
+    with torch.device("meta"):
+        ghost = Matrices()
+    kind, text = raised(lambda: shardstep.shard(ghost, optim.SGD, lr=0.1))
+    assert kind == "ValueError"
+    assert "first.weight, second.weight: on the meta device" in text
+    assert "to_empty" in text
+    kind, text = raised(lambda: shardstep.shard(Matrices().parameters(), optim.SGD, lr=0.1))
+    assert kind == "TypeError"
+    assert "takes the model itself, an nn.Module, got generator; pass the module" in text
+    model = ghost if dist.get_rank() else Matrices()
+    if dist.get_world_size() > 1:
+        assert "on the meta device" in raised(lambda: shardstep.shard(model, optim.SGD, lr=0.1))[1]
+    kind, text = raised(lambda: shardstep.shard(Net(), optim.LBFGS, lr=0.1))
+    assert kind == "ValueError"
+    assert "Use it unsharded" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_generator_a_meta_model_and_lbfgs_are_refused_with_a_remedy(workers, ranks):
+    workers(ranks).run(passes_something_else)
+
+
+class KnowsItsKeys(optim.Optimizer):
+    """Checks its groups as Muon with an auxiliary Adam does: with an assertion that says nothing."""
+
+    def __init__(self, params: Any) -> None:
+        for group in params:
+            if set(group) != {"params", "lr"}:
+                raise AssertionError  # without words, as an assert in a library
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+
+
+def knows_its_keys() -> None:
+    model = Matrices()
+    opt = shardstep.shard(model, KnowsItsKeys, groups=[{"params": "*", "lr": 0.1}])
+    before = model.first.weight.detach().clone()
+    loss_of(model, batch(0)).backward()
+    opt.step()
+    assert not torch.equal(before, model.first.weight)
+    text = raised(lambda: shardstep.shard(model, KnowsItsKeys, groups=[{"params": "*", "lr": 0.1, "beta": 1}]))[1]
+    assert "KnowsItsKeys refuses its options" in text
+    assert "'beta'" in text
+
+
+def test_an_optimizer_that_checks_its_groups_keys_is_not_given_others(workers):
+    workers(2).run(knows_its_keys)

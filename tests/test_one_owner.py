@@ -1,0 +1,97 @@
+"""A parameter belongs to one sharded optimizer at a time, whatever modules it is in."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn, optim
+
+import shardstep
+from as_collectives import by_collectives
+from fast_lane_training import batch, loss_of
+from training import raised
+
+
+def two_with_one_head() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    head = nn.Linear(5, 2)
+    return (
+        nn.Sequential(nn.Linear(7, 5), head),
+        nn.ModuleDict({"body": nn.Linear(7, 5), "head": head}),
+    )
+
+
+def shards_two_with_one_head(collectives: bool) -> None:
+    one, other = two_with_one_head()
+    with by_collectives() if collectives else nullcontext():
+        opt = shardstep.shard(one, optim.SGD, lr=0.1)
+        kind, text = raised(lambda: shardstep.shard(other, optim.SGD, lr=0.1))
+        assert kind == "ValueError"
+        assert "head.weight of this ModuleDict is 1.weight of a Sequential" in text
+        assert "close()" in text
+        loss_of(one, batch(0)).backward()  # the first goes on
+        opt.step()
+        opt.close()
+        shardstep.shard(other, optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("collectives", [False, True])
+def test_a_head_of_two_sharded_models_does_not_get_the_gradients_of_both(workers, collectives):
+    workers(2).run(shards_two_with_one_head, collectives)
+
+
+def shards_a_part_again() -> None:
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 2))
+    opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    assert (
+        "weight of this Linear is 0.weight of a Sequential"
+        in raised(lambda: shardstep.shard(model[0], optim.SGD, lr=0.1))[1]
+    )
+    other = shardstep.shard(nn.Linear(7, 5), optim.SGD, lr=0.1)
+    kind, text = raised(lambda: other.add_param_group({"params": model[0].parameters()}))
+    assert kind == "ValueError"
+    assert "is 0.weight of a Sequential" in text
+    del opt
+    gc.collect()
+    shardstep.shard(model[0], optim.SGD, lr=0.1)
+
+
+def test_a_part_of_a_sharded_model_is_not_taken_from_it(workers):
+    workers(2).run(shards_a_part_again)
+    workers(1).run(shards_a_part_again)
+
+
+def shards_a_part_of_garbage() -> None:
+    """Nobody collects what was dropped, and it may be a cycle."""
+    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 2))
+    gc.disable()
+    try:
+        shardstep.shard(model, optim.SGD, lr=0.1)
+        opt = shardstep.shard(model[0], optim.SGD, lr=0.1)
+        loss_of(model, batch(0)).backward()
+        opt.step()
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_that_is_garbage_owns_nothing(workers):
+    workers(2).run(shards_a_part_of_garbage)
+
+
+def shares_a_frozen_backbone() -> None:
+    one, other = two_with_one_head()
+    one[1].requires_grad_(False)
+    first, second = (shardstep.shard(net, optim.SGD, lr=0.1) for net in (one, other))
+    before = one[1].weight.detach().clone()
+    loss_of(one, batch(0)).backward()
+    other["head"](other["body"](batch(0))).sum().backward()
+    first.step()
+    second.step()
+    assert torch.equal(one[1].weight, before)
+
+
+def test_two_models_may_share_what_neither_trains(workers):
+    workers(2).run(shares_a_frozen_backbone)
