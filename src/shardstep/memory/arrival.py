@@ -175,8 +175,12 @@ def _arriving(kind: type) -> type:
         _touch_all([self])
         return copy.deepcopy(self, memo)
 
-    names = {"__torch_function__": classmethod(wait_and_call), "__deepcopy__": deep_copy, _MARK: True}
-    return type(kind)(kind.__name__, (kind,), {**names, "__module__": kind.__module__})
+    def as_text(self: Any) -> str:
+        _touch_all([self])
+        return repr(self)
+
+    names = {"__torch_function__": classmethod(wait_and_call), "__deepcopy__": deep_copy, "__repr__": as_text}
+    return type(kind)(kind.__name__, (kind,), {**names, "__module__": kind.__module__, _MARK: True})
 
 
 def _has_arrived(param: Any) -> None:
