@@ -24,7 +24,7 @@ class LocalShard:
     def __init__(
         self, optimizer_class: type[Optimizer], options: Mapping[str, Any], rank: int, groups: Groups, plan: Plan
     ) -> None:
-        self._class, self._options, self._rank = optimizer_class, options, rank
+        self.optimizer_class, self.options, self._rank = optimizer_class, options, rank
         self.adopt(plan)
         self._build(groups)
 
@@ -46,20 +46,20 @@ class LocalShard:
         """Take this rank's part of the last of `groups`, which `plan` has and the optimizer has not."""
         own = self.groups_of(self._rank, groups, plan)[-1]
         # A trial, because some classes (Muon) look at their parameters in the constructor only.
-        build(self._class, [own], self._options, _names(groups, plan))
+        build(self.optimizer_class, [own], self.options, _names(groups, plan))
         self.optim.add_param_group(own)
         # The new group only: what a scheduler set in the others has not reached the local optimizer yet.
         copy_options(self.optim.param_groups[-1:], groups[-1:])
 
     def _build(self, groups: Groups) -> None:
         own = self.groups_of(self._rank, groups, self.plan)
-        self.optim = build(self._class, own, self._options, _names(groups, self.plan))
+        self.optim = build(self.optimizer_class, own, self.options, _names(groups, self.plan))
         self._sliced = SlicedStep(self.optim, self.make, ElementwiseGroups(self.make))
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Another optimizer of the same class and options."""
-        make: Callable[..., Optimizer] = self._class
-        return make(groups, **self._options)
+        make: Callable[..., Optimizer] = self.optimizer_class
+        return make(groups, **self.options)
 
     @staticmethod
     def groups_of(rank: int, groups: Groups, plan: Plan) -> list[dict[str, Any]]:
