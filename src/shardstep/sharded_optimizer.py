@@ -89,6 +89,8 @@ class ShardedOptimizer(Optimizer):
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
         empty = build(self._class, [{**g, "params": [], "param_names": []} for g in chosen], defaults, {})
         super().__init__(chosen, dict(empty.defaults))
+        # And of the options of the groups: some keep their learning rate in a tensor, and refuse a number in its place.
+        copy_options(empty.param_groups, self.param_groups)
         self._defaults = defaults
         self._layout = self._choose_layout()
         return Facts([*map(str, read_specs(self.param_groups)), str(self._config), str(self._layout)])

@@ -2,6 +2,8 @@
 
 [Note: what is tried] All parameters in one instance are the plain optimizer. Against it are held:
 
+- nothing, for a first step in which whatever it tries to send is caught: what it exchanges with other ranks it would
+  exchange in the middle of our own messages;
 - the same under another seed: what differs is drawn at random, and ranks would draw something else;
 - the same with other gradients: an option or an attribute of the instance that differs is computed from the gradients
   of all parameters, such as a step size for all of them;
@@ -23,7 +25,18 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.stepping.trial import Outcome, Tensors, Trial, first_difference, moved_alike, no_trace
+from shardstep.stepping.trial import (
+    Outcome,
+    Silence,
+    TalksToOthers,
+    Tensors,
+    Trial,
+    exactly,
+    first_difference,
+    nearly,
+    nearly_moved,
+    no_trace,
+)
 
 _CUTS = (0, 5, 16, 24)
 # An optimizer that wants matrices refuses vectors, and says so by raising.
@@ -95,13 +108,31 @@ def _try(trial: Trial, device: torch.device, *, of_torch: bool) -> Finding:
     untried = ""
     for shapes in _SHAPES:
         try:
+            if not of_torch:
+                _listen(trial, shapes, device)
             values, gradients, whole = _plain_course(trial, shapes, _STEPS_OF_TORCH if of_torch else _STEPS, device)
             refusal = "" if of_torch else _why_not_shared(name, trial, values, gradients, whole)
+        except TalksToOthers as error:
+            return Finding(_says_that_it_talks(name, error))
         except Exception as error:
             untried = f"{name} refuses tiny tensors of shapes {shapes}: {type(error).__name__}: {error}"
             continue
         return Finding(refusal) if refusal else Finding(whole=_why_not_cut(name, trial, values, gradients, whole))
     return Finding(untried=untried)
+
+
+def _listen(trial: Trial, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+    """Raise TalksToOthers if a step sends something."""
+    values = _draw(shapes, torch.Generator().manual_seed(11), device)
+    with Silence():  # type: ignore[no-untyped-call]
+        trial.run([values], _gradients(shapes, 1, 12, device))
+
+
+def _says_that_it_talks(name: str, error: TalksToOthers) -> str:
+    return (
+        f"{name} talks to other ranks itself ({error} in its step), while every rank steps other parameters, or none. "
+        "Use it unsharded, or with an option under which it does not"
+    )
 
 
 def _plain_course(
@@ -131,7 +162,7 @@ def _why_not_shared(name: str, trial: Trial, values: Tensors, gradients: Sequenc
 
 
 def _why_random(name: str, whole: Outcome, reseeded: Outcome) -> str:
-    what = next(_differences(whole, reseeded), None)
+    what = next(_differences(whole, reseeded, exact=False), None)
     if what is None:
         return ""
     return (
@@ -142,17 +173,17 @@ def _why_random(name: str, whole: Outcome, reseeded: Outcome) -> str:
 
 
 def _why_steered(name: str, whole: Outcome, with_other_gradients: Outcome) -> str:
-    option = first_difference(whole.options[0], with_other_gradients.options[0])
+    option = first_difference(whole.options[0], with_other_gradients.options[0], exactly)
     if option is not None:
         return _together(name, f"the option {option!r} of the param group is computed from the gradients of all")
-    kept = first_difference(whole.own[0], with_other_gradients.own[0])
+    kept = first_difference(whole.own[0], with_other_gradients.own[0], exactly)
     if kept is not None:
         return _together(name, f"{kept!r}, which it keeps on itself, is computed from the gradients of all")
     return ""
 
 
 def _why_together(name: str, whole: Outcome, alone: Outcome) -> str:
-    what = next(_differences(whole, alone), None)
+    what = next(_differences(whole, alone, exact=True), None)
     return _together(name, f"{what} is another when a parameter is stepped alone") if what else ""
 
 
@@ -163,16 +194,21 @@ def _together(name: str, because: str) -> str:
     )
 
 
-def _differences(whole: Outcome, other: Outcome) -> Iterator[str]:
-    """What differs, in words; an instance of `whole` is held against every instance of `other`."""
+def _differences(whole: Outcome, other: Outcome, *, exact: bool) -> Iterator[str]:
+    """What differs, in words; an instance of `whole` is held against every instance of `other`.
+
+    `exact` where the same is computed: decay by a mean over all parameters moves a weight by its last bits only. Not
+    where the same runs twice: on a GPU sums may come out in another order.
+    """
+    close, close_moves = (exactly, exactly) if exact else (nearly, nearly_moved)
     for ours, theirs in zip(whole.moved, other.moved, strict=True):
-        if not moved_alike(ours, theirs):
+        if not close_moves(ours, theirs):
             yield "the new weight"
     for state, other_state in zip(whole.states, other.states, strict=True):
-        if (key := first_difference(state, other_state)) is not None:
+        if (key := first_difference(state, other_state, close)) is not None:
             yield f"the state {key!r}"
     for options in other.options:
-        if (key := first_difference(whole.options[0], options)) is not None:
+        if (key := first_difference(whole.options[0], options, close)) is not None:
             yield f"the option {key!r} of the param group"
 
 
@@ -195,10 +231,10 @@ def _differences_of_pieces(whole: Outcome, cut: Outcome) -> Iterator[str]:
     for place, (moved, state) in enumerate(zip(whole.moved, whole.states, strict=True)):
         for number, (start, stop) in enumerate(pairwise(_CUTS)):
             piece = place * pieces + number
-            if not moved_alike(moved.reshape(-1)[start:stop], cut.moved[piece]):
+            if not nearly_moved(moved.reshape(-1)[start:stop], cut.moved[piece]):
                 yield "the new weight"
             expected = {key: _part(value, moved.numel(), start, stop) for key, value in state.items()}
-            if (key := first_difference(expected, cut.states[piece])) is not None:
+            if (key := first_difference(expected, cut.states[piece], nearly)) is not None:
                 yield f"the state {key!r}"
 
 

@@ -7,7 +7,6 @@ generators (torch's, Python's and numpy's) are afterwards as they were.
 from __future__ import annotations
 
 import copy
-import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Rounding may differ between the middle of a tensor and its end, where kernels leave their vector loop.
 _RELATIVE = 1e-3
@@ -146,41 +146,63 @@ def no_trace(device: torch.device) -> Iterator[None]:
                 numpy.random.set_state(numpy_state)
 
 
+class TalksToOthers(RuntimeError):  # noqa: N818 - what it does is the error
+    """Something tried to send or receive; nothing was sent."""
+
+
+class Silence(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, a collective raises before it reaches the process group."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise TalksToOthers(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 # -- comparing ---------------------------------------------------------------------------------------------------------
 
 
-def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """The first name under which two mappings hold different things."""
+Alike = Callable[[Any, Any], bool]
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], close: Alike) -> str | None:
+    """The first name under which two mappings hold different things; `close` tells of two tensors or numbers."""
     names = [*one, *(name for name in other if name not in one)]
-    return next((n for n in names if n not in one or n not in other or not alike(one[n], other[n])), None)
+    return next((n for n in names if n not in one or n not in other or not alike(one[n], other[n], close)), None)
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Equal but for rounding. Of objects that are neither numbers nor made of them nothing can be said."""
+def alike(one: Any, other: Any, close: Alike) -> bool:
+    """Of objects that are neither numbers nor made of them nothing can be said."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and _close(one, other)
+        try:
+            return one.shape == other.shape and close(one, other)
+        except (RuntimeError, NotImplementedError, TypeError):  # a tensor class without these operations
+            return True
     if isinstance(one, int | float) and isinstance(other, int | float):
-        # No absolute tolerance: a step size may begin at 1e-6.
-        return math.isclose(one, other, rel_tol=_RELATIVE) or (one != one and other != other)
+        return close(torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return first_difference(one, other) is None
+        return first_difference(one, other, close) is None
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(alike(a, b) for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(alike(a, b, close) for a, b in zip(one, other, strict=True))
     if isinstance(one, str) or one is None or other is None:
         return bool(one == other)
     return type(one) is type(other)
 
 
-def moved_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of two moves: equal but for rounding, also that of the weights between which they lie."""
+def exactly(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """To the bit: the same operations on the same tensors, whoever else is stepped beside them."""
+    return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """But for rounding, relative to the largest element: a step size of 1e-6 is not nearly one of 2e-6."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    largest = float(one.abs().max().nan_to_num(0.0, 0.0, 0.0)) if one.numel() else 0.0
+    return torch.allclose(one, other.to(one.dtype), _RELATIVE, _OF_LARGEST * largest, equal_nan=True)
+
+
+def nearly_moved(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of two moves: but for rounding, also that of the weights between which they lie."""
     return torch.allclose(one, other, _RELATIVE, _OF_A_WEIGHT, equal_nan=True)
-
-
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    try:
-        if not one.is_floating_point():
-            return torch.equal(one, other)
-        largest = float(one.abs().max().nan_to_num(0.0, 0.0, 0.0)) if one.numel() else 0.0
-        return torch.allclose(one, other.to(one.dtype), _RELATIVE, _OF_LARGEST * largest, equal_nan=True)
-    except (RuntimeError, NotImplementedError, TypeError):  # a tensor class without these operations
-        return True
