@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import types
 import warnings
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import shardstep
-from fast_lane_training import SMALL_BUCKETS, Matrices, assert_trains_like_ddp
+from fast_lane_training import SMALL_BUCKETS, Matrices, assert_trains_like_ddp, batch, loss_of
 from shardstep import Layout, ShardConfig, ZeroRedundancyOptimizer
 from shardstep.stepping import known
 from training import all_same, raised
@@ -58,6 +59,23 @@ class StepSizeOnItself(Plain):
 
     def before(self, group: dict[str, Any]) -> None:
         self.seen = self.seen + sum(float(p.grad.abs().sum()) for p in group["params"])
+
+
+class CountsParameters(Plain):
+    """Counts on itself, but once for every parameter."""
+
+    count = 0
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        self.count += 1
+        super().update(param, group)
+
+
+class NotesTheTime(Plain):
+    """On itself; it moves no weight."""
+
+    def before(self, group: dict[str, Any]) -> None:
+        self.last = time.perf_counter()
 
 
 class ClipsAll(Plain):
@@ -158,6 +176,7 @@ def refusals(classes: list[type[optim.Optimizer]]) -> list[tuple[str, str]]:
 COUPLED = {
     OneStepSize: "'sum'",
     StepSizeOnItself: "'seen'",
+    CountsParameters: "'count'",
     ClipsAll: "treats all parameters together",
 }
 
@@ -196,6 +215,7 @@ def test_what_couples_elements_after_a_warm_up_was_cut(workers):
 def obeys_the_caller() -> None:
     flat = ShardConfig(layout=Layout.FLAT, bucket_mb=SMALL_BUCKETS)
     assert assert_trains_like_ddp(Matrices, Plain, {"lr": 0.01})._layout is Layout.WHOLE
+    assert assert_trains_like_ddp(Matrices, NotesTheTime, {"lr": 0.01})._layout is Layout.WHOLE
     assert assert_trains_like_ddp(Matrices, Plain, {"lr": 0.01}, flat)._layout is Layout.FLAT
 
 
@@ -323,3 +343,62 @@ def test_a_trial_leaves_no_trace():
     assert torch.equal(mine, torch.ones(3))
     assert options["betas"] == [0.9, 0.99]
     assert float(options["lr"]) == pytest.approx(0.1)
+
+
+class CountsItself(Plain):
+    """Its step size falls with a count of its steps that it keeps in an attribute."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        super().step(closure)
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        param.sub_(param.grad, alpha=group["lr"] / self.calls)
+
+
+class KeepsMomentumOnItself(Plain):
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.momentum: dict[torch.Tensor, torch.Tensor] = {}
+
+    def update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        momentum = self.momentum.setdefault(param, torch.zeros_like(param))
+        param.sub_(momentum.mul_(0.9).add_(param.grad), alpha=group["lr"])
+
+
+def freezes_for_a_step(kind: type[optim.Optimizer]) -> float:
+    """The largest difference from the plain optimizer, on the same mean gradients."""
+    model, twin = Matrices(), Matrices()
+    opt, plain = shardstep.shard(model, kind, lr=0.1), kind(twin.parameters(), lr=0.1)
+    for step in range(8):
+        for net in (model, twin):
+            net.second.weight.requires_grad_(step != 3)
+        loss_of(model, batch(step)).backward()
+        opt.step()
+        opt.zero_grad()
+        loss_of(twin, batch(step)).backward()
+        for param in twin.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= 2
+        plain.step()
+        plain.zero_grad()
+    return max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_count_on_the_instance_was_lost_when_a_layer_was_frozen_for_a_step(workers):
+    assert workers(2).run(freezes_for_a_step, CountsItself) == [0.0, 0.0]
+
+
+def refuses_a_new_plan() -> tuple[str, str]:
+    return raised(lambda: freezes_for_a_step(KeepsMomentumOnItself))
+
+
+def test_what_a_class_keeps_on_itself_for_each_parameter_was_lost_with_a_new_plan(workers):
+    name, text = all_same(workers(2).run(refuses_a_new_plan))
+    assert name == "RuntimeError"
+    assert "KeepsMomentumOnItself keeps 'momentum' on itself" in text

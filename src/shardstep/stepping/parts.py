@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardstep.stepping.counters import Counters, resume
 from shardstep.stepping.local_optimizer import copy_options, is_of_torch
 from shardstep.stepping.slices import ElementwiseGroups, MakeOptimizer, SlicedStep
 
@@ -37,6 +38,7 @@ class PartedOptimizer:
         elementwise = ElementwiseGroups(make)
         self._steps = [SlicedStep(optimizer, make, elementwise) for optimizer in self._optimizers]
         self._is_of_torch = is_of_torch(type(whole))
+        self._counters = [Counters(optimizer) for optimizer in self._optimizers]
         # A part without parameters has nothing to step, and some classes refuse to. But options must advance somewhere.
         filled = [number for number, part in enumerate(self._params) if part] or list(range(len(self._params)))[-1:]
         self._stepped = range(len(self._params)) if self._is_of_torch else filled
@@ -71,6 +73,19 @@ class PartedOptimizer:
             last = self._optimizers[self._stepped[-1]]
             copy_options(last.param_groups, self._whole.param_groups)
             copy_options(last.param_groups, param_groups)
+
+    def counted(self) -> dict[str, Any]:
+        """What the class counts on itself, to be given to `resume` of those that come after."""
+        return self._counters[self._stepped[-1]].advanced() if self._counters else {}
+
+    def left_behind(self) -> list[str]:
+        """Attributes that those that come after cannot be given."""
+        return sorted({name for counters in self._counters for name in counters.left_behind()})
+
+    def resume(self, counted: Mapping[str, Any]) -> None:
+        """Go on counting where others have stopped."""
+        for optimizer in self._optimizers:
+            resume(optimizer, counted)
 
     def reload(self) -> None:
         """The whole optimizer has loaded a state: give every part its own."""

@@ -18,7 +18,7 @@ that is why only torch's own classes are cut by its word alone (known.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardstep.stepping.trial import (
     TalksToOthers,
     Tensors,
     Trial,
+    alike,
     exactly,
     first_difference,
     nearly,
@@ -154,11 +155,19 @@ def _plain_course(
 
 def _why_not_shared(name: str, trial: Trial, values: Tensors, gradients: Sequence[Tensors], whole: Outcome) -> str:
     others = [[gradient.flip(0) * 1.5 for gradient in row] for row in gradients]
+    again = trial.run([values], gradients, seed=2)
     return (
-        _why_random(name, whole, trial.run([values], gradients, seed=2))
-        or _why_steered(name, whole, trial.run([values], others))
-        or _why_together(name, whole, trial.run([[value] for value in values], gradients))
+        _why_random(name, whole, again)
+        or _why_steered(name, _without_noise(whole, again), trial.run([values], others))
+        or _why_together(name, _without_noise(whole, again), trial.run([[value] for value in values], gradients))
     )
+
+
+def _without_noise(whole: Outcome, again: Outcome) -> Outcome:
+    """Without what an instance notes on itself that differs from run to run and moves no weight, such as the time."""
+    own = {key: value for key, value in whole.own[0].items() if key in again.own[0]}
+    stable = {key: value for key, value in own.items() if alike(value, again.own[0][key], exactly)}
+    return replace(whole, own=[stable])
 
 
 def _why_random(name: str, whole: Outcome, reseeded: Outcome) -> str:
@@ -176,7 +185,7 @@ def _why_steered(name: str, whole: Outcome, with_other_gradients: Outcome) -> st
     option = first_difference(whole.options[0], with_other_gradients.options[0], exactly)
     if option is not None:
         return _together(name, f"the option {option!r} of the param group is computed from the gradients of all")
-    kept = first_difference(whole.own[0], with_other_gradients.own[0], exactly)
+    kept = _own_difference(whole, with_other_gradients.own[0])
     if kept is not None:
         return _together(name, f"{kept!r}, which it keeps on itself, is computed from the gradients of all")
     return ""
@@ -185,6 +194,10 @@ def _why_steered(name: str, whole: Outcome, with_other_gradients: Outcome) -> st
 def _why_together(name: str, whole: Outcome, alone: Outcome) -> str:
     what = next(_differences(whole, alone, exact=True), None)
     return _together(name, f"{what} is another when a parameter is stepped alone") if what else ""
+
+
+def _own_difference(whole: Outcome, own: Mapping[str, Any]) -> str | None:
+    return first_difference(whole.own[0], {key: own[key] for key in whole.own[0] if key in own}, exactly)
 
 
 def _together(name: str, because: str) -> str:
@@ -210,6 +223,9 @@ def _differences(whole: Outcome, other: Outcome, *, exact: bool) -> Iterator[str
     for options in other.options:
         if (key := first_difference(whole.options[0], options, close)) is not None:
             yield f"the option {key!r} of the param group"
+    for own in other.own if exact else ():
+        if (key := _own_difference(whole, own)) is not None:
+            yield f"{key!r}, which it keeps on itself,"
 
 
 def _why_not_cut(name: str, trial: Trial, values: Tensors, gradients: Sequence[Tensors], whole: Outcome) -> str:

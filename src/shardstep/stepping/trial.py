@@ -18,6 +18,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardstep.stepping.counters import Counters
+
 # Rounding may differ between the middle of a tensor and its end, where kernels leave their vector loop.
 _RELATIVE = 1e-3
 _OF_LARGEST = 1e-6  # of the largest element of a tensor: by that much its smallest may differ
@@ -35,7 +37,7 @@ class Outcome:
     moved: Tensors  # how far each parameter went
     states: list[Mapping[str, Any]]
     options: list[Mapping[str, Any]]  # of each instance: its param group
-    own: list[Mapping[str, Any]]  # of each instance: numbers that it keeps on itself, and state of no parameter
+    own: list[Mapping[str, Any]]  # of each instance: what steps wrote to it, and state of no parameter
 
     @property
     def is_finite(self) -> bool:
@@ -56,6 +58,7 @@ class Trial:
         _seed(seed)
         params = [[value.clone().requires_grad_() for value in row] for row in instances]
         optimizers = [self._make(row) for row in params]
+        counters = [Counters(optimizer) for optimizer in optimizers]
         flat = [param for row in params for param in row]
         for number, row in enumerate(gradients):
 
@@ -77,30 +80,16 @@ class Trial:
                 for param in row
             ],
             [_without(optimizer.param_groups[0]) for optimizer in optimizers],
-            [_kept_by_itself(optimizer) for optimizer in optimizers],
+            [_kept_by_itself(*pair) for pair in zip(optimizers, counters, strict=True)],
         )
 
     def _make(self, params: Tensors) -> Optimizer:
         return self.optimizer_class([{**_moving(self.options), "params": params}], **_moving(self.defaults))
 
 
-def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
-    """Numbers that an instance keeps in attributes of its own, such as a counter of its steps."""
-    names = vars(optimizer).keys() - vars(_plain()).keys()
-    return {name: value for name, value in sorted(vars(optimizer).items()) if name in names and _is_number(value)}
-
-
-def _plain() -> Optimizer:
-    return Optimizer([torch.zeros(1)], {})
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-def _kept_by_itself(optimizer: Optimizer) -> dict[str, Any]:
+def _kept_by_itself(optimizer: Optimizer, counters: Counters) -> dict[str, Any]:
     of_nobody = {str(key): value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    return {**of_nobody, **own_numbers(optimizer)}
+    return {**of_nobody, **counters.advanced()}
 
 
 def _without(options: Mapping[str, Any]) -> dict[str, Any]:
