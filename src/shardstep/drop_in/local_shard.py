@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shardstep.memory.views import storage_order
 from shardstep.planning import Layout, Plan, make_plan, read_specs
 from shardstep.state.state_dict import check_options, check_state_dict, describe, local_part
+from shardstep.stepping.counters import Counters, resume
 from shardstep.stepping.local_optimizer import build, copy_options, dealt_to, local_groups
 from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
 from shardstep.wire.agreement import Facts
@@ -25,6 +26,7 @@ class LocalShard:
         self, optimizer_class: type[Optimizer], options: Mapping[str, Any], rank: int, groups: Groups, plan: Plan
     ) -> None:
         self.optimizer_class, self.options, self._rank = optimizer_class, options, rank
+        self.counted: Mapping[str, Any] = {}  # what the class had counted on itself when holders last changed
         self.adopt(plan)
         self._build(groups)
 
@@ -37,7 +39,9 @@ class LocalShard:
     def share_out(self, groups: Groups, plan: Plan, entries: Mapping[Any, Any]) -> None:
         """A plan with other holders; `entries` are the state of what this rank holds by it, as in `entries`."""
         self.adopt(plan)
+        self.counted = self._counters.advanced()
         self._build(groups)
+        resume(self.optim, self.counted)
         place = {index: number for number, index in enumerate(dealt_to(plan, self._rank))}
         state = {place[key] if isinstance(key, int) else key: entry for key, entry in entries.items()}
         self.optim.load_state_dict({"state": state, "param_groups": self.optim.state_dict()["param_groups"]})
@@ -54,6 +58,7 @@ class LocalShard:
     def _build(self, groups: Groups) -> None:
         own = self.groups_of(self._rank, groups, self.plan)
         self.optim = build(self.optimizer_class, own, self.options, _names(groups, self.plan))
+        self._counters = Counters(self.optim)
         self._sliced = SlicedStep(self.optim, self.make, ElementwiseGroups(self.make))
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
