@@ -1,5 +1,6 @@
 # make demo: train a small GPT on two ranks, with DDP + AdamW and with shardstep.   make test: the tests.
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
+# make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
 # make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
 # Everything lives in .venv; nothing is installed twice.
 PYTHON ?= python3.11
@@ -7,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu fuzz check lint bench bench-gpu clean
+.PHONY: demo test test-gpu fuzz test-third-party third-party-table check lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
@@ -26,6 +27,19 @@ test-gpu:
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
+
+# Beside .venv, not in it: what `make test` runs with stays what requirements.txt says.
+THIRD_PARTY := .third-party
+test-third-party: $(THIRD_PARTY)/.ready
+	PYTHONPATH=$(THIRD_PARTY) $(BIN)/python -m pytest tests/test_third_party.py $(ARGS)
+
+third-party-table: $(THIRD_PARTY)/.ready
+	PYTHONPATH=$(THIRD_PARTY):tests $(BIN)/python tests/third_party.py
+
+$(THIRD_PARTY)/.ready: requirements-third-party.txt $(READY)
+	rm -rf $(THIRD_PARTY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(THIRD_PARTY) --requirement requirements-third-party.txt
+	touch $@
 
 check: lint test
 
@@ -50,4 +64,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(THIRD_PARTY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

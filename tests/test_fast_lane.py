@@ -92,12 +92,12 @@ def test_the_layout_is_the_finest_that_the_optimizer_tolerates(workers):
 
 
 def probes_without_a_trace() -> None:
-    from shardstep.stepping.probe import finest_layout
+    from shardstep.stepping.probe import probe
 
     before = torch.get_rng_state()
     learning_rate = torch.tensor(0.1)
     options = {"lr": learning_rate, "betas": [0.9, 0.99]}
-    finest_layout(optim.AdamW, options, [{"params": []}], torch.device("cpu"))
+    probe(optim.AdamW, options, [{"params": []}], torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(learning_rate, torch.tensor(0.1))
 

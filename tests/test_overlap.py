@@ -41,20 +41,22 @@ HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]
 
 
 class Counting(Optimizer):
-    """A user's own: counts the steps of a group, and the count changes the update."""
+    """A user's own: counts steps in its groups and on itself, and the counts change the update."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "step": 0})
+        self.calls = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        self.calls += 1
         for group in self.param_groups:
             group["step"] += 1
             for param in group["params"]:
                 if param.grad is not None:
                     average = self.state[param].setdefault("average", torch.zeros_like(param))
                     average.mul_(0.9).add_(param.grad)
-                    param.sub_(average, alpha=group["lr"] / group["step"] ** 0.5)
+                    param.sub_(average, alpha=group["lr"] / group["step"] ** 0.5 / (1 + 0.1 * self.calls))
 
 
 OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [

@@ -17,7 +17,8 @@ GATHER = ("wait", "overlap")
 class ShardConfig:
     """The defaults are right for most; each option is here because a measurement or a program needs the other choice.
 
-    layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors and takes the finest that is exact.
+    layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors, and takes the finest that is exact
+        for torch's own and for known ones; WHOLE for others, whose later steps it does not see. FLAT cuts those, too.
     bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: with Gloo
         25, and 8 between hosts, where links are slow and the first bytes should go early; with NCCL 64, of a small
         model a third of it, of a large one a forty-eighth, up to 128 (wire/collectives.py says why).

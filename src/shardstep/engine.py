@@ -69,6 +69,7 @@ class Engine:
         self._readers = Readers()
         self._audit = None if config.audit is None else Audit(channel)
         self._steps = 0
+        self._counted: Mapping[str, Any] = {}  # what the optimizer's class has counted on itself under earlier plans
         with torch.no_grad():
             self.transport.broadcast([*params, *model.buffers()])
 
@@ -120,7 +121,7 @@ class Engine:
             self._together,
             join=self._config.gradients == "shard",
         )
-        self.share.build(groups, entries)
+        self.share.build(groups, entries, self._counted)
 
     def _connect(self, groups: ParamGroups, plan: Plan) -> None:
         """What talks to other ranks. Its messages are told apart by counting, so all ranks get here, or none."""
@@ -150,7 +151,9 @@ class Engine:
 
     def replan(self, groups: ParamGroups, trainable: Sequence[bool]) -> None:
         """Make a new plan and move what changes its holder. Called on all ranks, which have agreed on `trainable`."""
+        self._check_may_move()
         kept = self.gradients.give_up()
+        self._counted = self.share.counted()
         old, entries = self.plan, self.share.entries()
         for piece, gradient in kept.by_piece.items():
             entries[piece] = {**entries.get(piece, {}), _GRADIENT: gradient}
@@ -166,6 +169,17 @@ class Engine:
         frozen = [param for param, moves in zip(params_of(groups), trainable, strict=True) if not moves]
         move_out(frozen, buffers)
         self.gradients.take_over(Kept(kept.phase, kept.used, gradients))
+
+    def _check_may_move(self) -> None:
+        """Raise on all ranks if the class of one of them keeps what a new plan would lose."""
+        if is_of_torch(self._recipe.optimizer_class):
+            return
+        failure = None
+        try:
+            self.share.check_may_move()
+        except RuntimeError as error:
+            failure = error
+        agree(self.channel, Claim("a new plan", failure, Facts()))
 
     def load(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry]) -> None:
         """State that was saved under `plan`. Called on all ranks."""

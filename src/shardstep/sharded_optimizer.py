@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,19 +22,21 @@ from shardstep.gradients.guard import guard, release
 from shardstep.gradients.norms import norms_by_parameter, total_norm
 from shardstep.gradients.wrapped import refuse_ddp
 from shardstep.owners import check_unowned, close_earlier, take
-from shardstep.planning import Layout, Piece, read_specs
+from shardstep.planning import Layout, Piece, Plan, read_specs
 from shardstep.state.resharding import cut_whole, read_shard
 from shardstep.state.state_dict import ShownState, check_saved_groups, check_state_dict, pack_groups
 from shardstep.stepping.entries import Entry, join_entries
+from shardstep.stepping.known import choose_layout, is_uneven, qualified_name
 from shardstep.stepping.local_optimizer import (
     build,
     check_optimizer_class,
     check_takes_no_closure,
     copy_options,
+    is_of_torch,
     without_params,
 )
 from shardstep.stepping.options import class_line, option_keys, option_lines
-from shardstep.stepping.probe import finest_layout
+from shardstep.stepping.probe import probe
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
 from shardstep.wire.turns import Turn
@@ -84,6 +87,7 @@ class ShardedOptimizer(Optimizer):
         self._engine = Engine(model, channel, Recipe(optimizer_class, defaults, self._layout), config)
         plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
         self._engine.build(self.param_groups, plan, {}, "shard(...)")
+        self._warn_if_uneven(plan)
         guard(self, params_of(self.param_groups))
         take(self)
         self._ready = True
@@ -99,6 +103,8 @@ class ShardedOptimizer(Optimizer):
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
         empty = build(self._class, without_params(chosen), defaults, {})
         super().__init__(chosen, dict(empty.defaults))
+        # And of the options of the groups: some keep their learning rate in a tensor, and refuse a number in its place.
+        copy_options(empty.param_groups, self.param_groups)
         self._defaults = defaults
         self._layout = self._choose_layout()
         settings = [class_line(self._class), str(self._config), str(self._layout)]
@@ -106,13 +112,20 @@ class ShardedOptimizer(Optimizer):
         return Facts([*settings, *map(str, read_specs(self.param_groups)), *options])
 
     def _choose_layout(self) -> Layout:
-        device = params_of(self.param_groups)[0].device
-        finest, reason = finest_layout(self._class, self._defaults, self.param_groups, device)
-        if self._config.layout is Layout.AUTO:
-            return finest
-        if self._config.layout is Layout.FLAT and finest is not Layout.FLAT:
-            raise ValueError(f"Layout.FLAT is not safe here: {reason}. Use Layout.AUTO or Layout.WHOLE")
-        return self._config.layout
+        device, of_torch = params_of(self.param_groups)[0].device, is_of_torch(self._class)
+        self._finding = probe(self._class, self._defaults, self.param_groups, device, of_torch=of_torch)
+        return choose_layout(self._config.layout, self._class, self._finding)
+
+    def _warn_if_uneven(self, plan: Plan) -> None:
+        """A whole parameter can be too much for one rank; if it could be cut the caller is told, once for all ranks."""
+        could_be_cut = self._layout is Layout.WHOLE is not self._config.layout and self._finding.is_elementwise
+        if could_be_cut and self._channel.rank == 0 and is_uneven(held := plan.held()):
+            warnings.warn(
+                f"{qualified_name(self._class)} is not known to treat every element alone, so parameters are not cut: "
+                f"one rank holds {max(held):,} of {sum(held):,} elements. If it does, pass "
+                "config=ShardConfig(layout=Layout.FLAT)",
+                stacklevel=4,
+            )
 
     @property
     def model(self) -> nn.Module:

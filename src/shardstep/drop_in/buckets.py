@@ -128,6 +128,7 @@ class OverlappedStep:
             info.offsets[bucket] = stepped
             stepped += len(assignment.parameters)
         self._parted = PartedOptimizer(shard.optim, [part.parameters for part in self._own.values()], shard.make)
+        self._parted.resume(shard.counted)
         devices = [params[0].device for params in info.params_per_bucket]
         self._gathers = transport.message_gathers(list(zip(devices, messages, strict=True)))
 

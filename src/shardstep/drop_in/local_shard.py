@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shardstep.memory.views import storage_order
 from shardstep.planning import Layout, Plan, make_plan, read_specs
 from shardstep.state.state_dict import check_options, check_state_dict, describe, local_part
+from shardstep.stepping.counters import Counters, resume
 from shardstep.stepping.local_optimizer import build, copy_options, dealt_to, local_groups
 from shardstep.stepping.options import class_line, option_lines
 from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
@@ -25,7 +26,8 @@ class LocalShard:
     def __init__(
         self, optimizer_class: type[Optimizer], options: Mapping[str, Any], rank: int, groups: Groups, plan: Plan
     ) -> None:
-        self._class, self._options, self._rank = optimizer_class, options, rank
+        self.optimizer_class, self.options, self._rank = optimizer_class, options, rank
+        self.counted: Mapping[str, Any] = {}  # what the class had counted on itself when holders last changed
         self.adopt(plan)
         self._build(groups)
 
@@ -38,7 +40,9 @@ class LocalShard:
     def share_out(self, groups: Groups, plan: Plan, entries: Mapping[Any, Any]) -> None:
         """A plan with other holders; `entries` are the state of what this rank holds by it, as in `entries`."""
         self.adopt(plan)
+        self.counted = self._counters.advanced()
         self._build(groups)
+        resume(self.optim, self.counted)
         place = {index: number for number, index in enumerate(dealt_to(plan, self._rank))}
         state = {place[key] if isinstance(key, int) else key: entry for key, entry in entries.items()}
         self.optim.load_state_dict({"state": state, "param_groups": self.optim.state_dict()["param_groups"]})
@@ -47,20 +51,21 @@ class LocalShard:
         """Take this rank's part of the last of `groups`, which `plan` has and the optimizer has not."""
         own = self.groups_of(self._rank, groups, plan)[-1]
         # A trial, because some classes (Muon) look at their parameters in the constructor only.
-        build(self._class, [own], self._options, _names(groups, plan))
+        build(self.optimizer_class, [own], self.options, _names(groups, plan))
         self.optim.add_param_group(own)
         # The new group only: what a scheduler set in the others has not reached the local optimizer yet.
         copy_options(self.optim.param_groups[-1:], groups[-1:])
 
     def _build(self, groups: Groups) -> None:
         own = self.groups_of(self._rank, groups, self.plan)
-        self.optim = build(self._class, own, self._options, _names(groups, self.plan))
+        self.optim = build(self.optimizer_class, own, self.options, _names(groups, self.plan))
+        self._counters = Counters(self.optim)
         self._sliced = SlicedStep(self.optim, self.make, ElementwiseGroups(self.make))
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
         """Another optimizer of the same class and options."""
-        make: Callable[..., Optimizer] = self._class
-        return make(groups, **self._options)
+        make: Callable[..., Optimizer] = self.optimizer_class
+        return make(groups, **self.options)
 
     @staticmethod
     def groups_of(rank: int, groups: Groups, plan: Plan) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -20,7 +20,8 @@ from shardstep.drop_in.saved_state import SavedState
 from shardstep.drop_in.strategy import Setting, Strategy
 from shardstep.state.consolidation import consolidate
 from shardstep.state.state_dict import pack_groups
-from shardstep.stepping.local_optimizer import check_optimizer_class, copy_options
+from shardstep.stepping.local_optimizer import check_optimizer_class, copy_options, is_of_torch
+from shardstep.stepping.probe import probe
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
 
@@ -113,6 +114,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Plan and local optimizer; nothing of the caller's is touched. Returns what must be the same on every rank."""
         check_parameters(groups, **self._allowed)
         check_optimizer_class(optimizer_class, self.world_size)
+        self._refuse_coupled(optimizer_class, defaults, groups)
         Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
         plan = plan_for(self.param_groups, travelling(self._index_to_param), self.world_size)
@@ -121,6 +123,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.defaults = dict(self.optim.defaults)
         copy_options(self.optim.param_groups, self.param_groups)
         return self._shard.settings(self.param_groups, plan, bucket_view=self.parameters_as_bucket_view)
+
+    def _refuse_coupled(
+        self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        """Raise if the class treats all parameters together. One that cannot be tried is taken, as torch takes it."""
+        if is_of_torch(optimizer_class) or (self.world_size == 1 and not self._overlap_with_ddp):
+            return
+        device = params_of(list(groups))[0].device
+        finding = probe(optimizer_class, defaults, groups, device, closure=True)
+        if finding.refusal:
+            raise ValueError(finding.refusal)
 
     # -- what programs read -------------------------------------------------------------------------------------------
 
@@ -224,6 +237,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         try:
             group = read_group(param_group)
             check_parameters([*self.param_groups, group], **self._allowed)
+            self._refuse_coupled(self._shard.optimizer_class, self._shard.options, [group])
             super().add_param_group(group)
             plan = plan_for(self.param_groups, self._shard.travels + travelling(group["params"]), self.world_size)
             self._shard.grow(self.param_groups, plan)

@@ -17,7 +17,7 @@ class Layout(Enum):
         "whole"  # never: for optimizers that look at a whole matrix, and for torch's ZeroRedundancyOptimizer contract
     )
     FLAT = "flat"  # anywhere: equal ranges, for optimizers that treat every element alone
-    AUTO = "auto"  # a wish, not a layout: the finest that the optimizer tolerates; stepping/probe.py finds it
+    AUTO = "auto"  # a wish, not a layout: the finest that is known to be exact; stepping/known.py chooses
 
 
 def deal_whole(specs: Sequence[ParamSpec], world_size: int) -> list[tuple[int, int]]:

@@ -8,14 +8,19 @@ state and the options of all parts, and is what is saved and loaded.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from shardstep.stepping.local_optimizer import copy_options
+from shardstep.stepping.counters import Counters, resume
+from shardstep.stepping.local_optimizer import copy_options, is_of_torch
 from shardstep.stepping.slices import ElementwiseGroups, MakeOptimizer, SlicedStep
+
+_OF_PARAMS = ("params", "param_names")
+_MUTABLE = (torch.Tensor, list, dict)
 
 
 class PartedOptimizer:
@@ -32,6 +37,11 @@ class PartedOptimizer:
         self._optimizers = [make(_groups_of(whole.param_groups, part)) for part in parts]
         elementwise = ElementwiseGroups(make)
         self._steps = [SlicedStep(optimizer, make, elementwise) for optimizer in self._optimizers]
+        self._is_of_torch = is_of_torch(type(whole))
+        self._counters = [Counters(optimizer) for optimizer in self._optimizers]
+        # A part without parameters has nothing to step, and some classes refuse to. But options must advance somewhere.
+        filled = [number for number, part in enumerate(self._params) if part] or list(range(len(self._params)))[-1:]
+        self._stepped = range(len(self._params)) if self._is_of_torch else filled
 
     def begin(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """An iteration begins: every part takes the options as they are now.
@@ -39,10 +49,13 @@ class PartedOptimizer:
         Not one part after the other as they are stepped: a counter that the first has advanced would reach the second.
         """
         for optimizer in self._optimizers:
-            copy_options(param_groups, optimizer.param_groups)
+            given = param_groups if self._is_of_torch else _own_copies(param_groups)
+            copy_options(given, optimizer.param_groups)
 
     def step(self, part: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """Step one part with these gradients; `param.grad` is afterwards what it was before."""
+        if part not in self._stepped:
+            return
         params = self._params[part]
         before = [param.grad for param in params]
         try:
@@ -63,8 +76,22 @@ class PartedOptimizer:
     def end(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """An iteration ends: what the parts have written to their options becomes visible."""
         if self._optimizers:
-            copy_options(self._optimizers[-1].param_groups, self._whole.param_groups)
-            copy_options(self._optimizers[-1].param_groups, param_groups)
+            last = self._optimizers[self._stepped[-1]]
+            copy_options(last.param_groups, self._whole.param_groups)
+            copy_options(last.param_groups, param_groups)
+
+    def counted(self) -> dict[str, Any]:
+        """What the class counts on itself, to be given to `resume` of those that come after."""
+        return self._counters[self._stepped[-1]].advanced() if self._counters else {}
+
+    def left_behind(self) -> list[str]:
+        """Attributes that those that come after cannot be given."""
+        return sorted({name for counters in self._counters for name in counters.left_behind()})
+
+    def resume(self, counted: Mapping[str, Any]) -> None:
+        """Go on counting where others have stopped."""
+        for optimizer in self._optimizers:
+            resume(optimizer, counted)
 
     def reload(self) -> None:
         """The whole optimizer has loaded a state: give every part its own."""
@@ -75,6 +102,15 @@ class PartedOptimizer:
                 if not isinstance(key, torch.Tensor) or key in own:
                     optimizer.state[key] = entry
             copy_options(self._whole.param_groups, optimizer.param_groups)
+
+
+def _own_copies(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Options that no other part has: a counter in a tensor or in a list would be advanced by each of them."""
+    groups = [{key: value for key, value in group.items() if key not in _OF_PARAMS} for group in param_groups]
+    return [
+        {key: copy.deepcopy(value) if isinstance(value, _MUTABLE) else value for key, value in group.items()}
+        for group in groups
+    ]
 
 
 def _groups_of(param_groups: Sequence[Mapping[str, Any]], params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:

@@ -50,10 +50,17 @@ class LocalShare:
         self._join = join and layout is Layout.FLAT and is_of_torch(optimizer_class)
         self.runs: list[tuple[Run, ...]] = []  # by bucket
         self.parked: dict[Piece, Entry] = {}  # state of frozen parameters
+        self._parted: PartedOptimizer | None = None
 
-    def build(self, param_groups: ParamGroups, entries: Mapping[Piece, Entry]) -> None:
-        """Tensors and optimizers anew, with the state in `entries`; what belongs to frozen parameters is put aside."""
+    def build(
+        self, param_groups: ParamGroups, entries: Mapping[Piece, Entry], counted: Mapping[str, Any] | None = None
+    ) -> None:
+        """Tensors and optimizers anew, with the state in `entries`; what belongs to frozen parameters is put aside.
+
+        `counted` is what the class has counted on itself; by default what it has in this share.
+        """
         rest = dict(entries)
+        counted = self.counted() if counted is None else counted
 
         def together(one: Piece, other: Piece) -> bool:
             joinable = self._may_join(one, param_groups) and self._may_join(other, param_groups)
@@ -75,6 +82,21 @@ class LocalShare:
         parts = [[tensor for bucket in group for tensor in self._tensors[bucket]] for group in self._together]
         self._parted = PartedOptimizer(self.local, parts, _maker(self._class, self._defaults))
         self._parted.reload()
+        self._parted.resume(counted)
+
+    def counted(self) -> dict[str, Any]:
+        """What the class has counted on itself, in attributes."""
+        return {} if self._parted is None else self._parted.counted()
+
+    def check_may_move(self) -> None:
+        """Raise if the class keeps something on itself that would be lost with its instances."""
+        lost = [] if self._parted is None or is_of_torch(self._class) else self._parted.left_behind()
+        if lost:
+            raise RuntimeError(
+                f"{getattr(self._class, '__name__', self._class)} keeps {', '.join(map(repr, lost))} on itself, which "
+                "nobody can share out anew: freeze no parameter and add no group after the first step, or keep it in "
+                "the optimizer's state"
+            )
 
     def _pairs(self) -> list[tuple[Run, torch.Tensor]]:
         rows = zip(self.runs, self._tensors, strict=True)
@@ -121,6 +143,7 @@ class LocalShare:
         if not all(used) and any(len({used[p.param] for p in run.pieces}) > 1 for runs in self.runs for run in runs):
             self._join = False
             self.build(param_groups, self.entries())
+        assert self._parted is not None, "built"
         self._parted.begin(param_groups)
 
     def step(self, group: int, gradients_of: Callable[[int, Run], torch.Tensor | None]) -> None:
@@ -130,13 +153,16 @@ class LocalShare:
             for bucket in self._together[group]
             for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
         ]
+        assert self._parted is not None, "built"
         self._parted.step(group, shaped)
 
     def end(self, param_groups: ParamGroups) -> None:
+        assert self._parted is not None, "built"
         self._parted.end(param_groups)
 
     def switch(self, param_groups: ParamGroups, mode: str) -> None:
         """`train` or `eval` of the class."""
+        assert self._parted is not None, "built"
         self._parted.begin(param_groups)
         self._parted.switch(mode)
         self._parted.end(param_groups)

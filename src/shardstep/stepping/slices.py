@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.planning import Layout
 from shardstep.stepping.local_optimizer import copy_options, is_of_torch
-from shardstep.stepping.probe import finest_layout
+from shardstep.stepping.probe import probe
 
 SLICE_NBYTES = 512 * 1024  # a few of these, and what lies between, fit in a core's second-level cache
 _SLICES_PER_BLOCK = 16  # have one optimizer: in the first step, that many have a state of their own at once
@@ -52,8 +51,8 @@ class ElementwiseGroups:
 
     def _try(self, group: Mapping[str, Any]) -> bool:
         try:
-            return finest_layout(self._make, {}, [group], torch.device("cpu"))[0] is Layout.FLAT
-        except Exception:  # it treats all parameters together, or refuses tiny ones
+            return probe(self._make, {}, [group], torch.device("cpu"), of_torch=True).is_elementwise
+        except Exception:  # what the probe itself cannot do is no reason not to step
             return False
 
 

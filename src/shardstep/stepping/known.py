@@ -1,0 +1,76 @@
+"""Which classes a trial may be believed about, and what follows for the layout.
+
+A trial sees two dozen steps on 24 elements. Code that nobody here has read may do something else later: after a
+warm-up, above a size, when a norm passes a bound. Cut up it would then silently compute something else, so parameters
+of such classes stay whole, unless the caller asks for cuts. Believed are torch's own classes, which have been read, and
+those below, which tests/test_third_party.py trains cut up against the plain optimizer. With options under which they
+do look at a whole parameter (gradients made zero-mean, a cautious mask) the trial says so, and they stay whole as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from shardstep.planning import Layout
+from shardstep.stepping.local_optimizer import is_of_torch
+from shardstep.stepping.probe import Finding
+
+# By module and name, so that nothing is imported, and a class of the same name elsewhere is not meant.
+ELEMENTWISE = frozenset(
+    {
+        "lion_pytorch.lion_pytorch.Lion",
+        "pytorch_optimizer.optimizer.adabelief.AdaBelief",
+        "pytorch_optimizer.optimizer.adabound.AdaBound",
+        "pytorch_optimizer.optimizer.adan.Adan",
+        "pytorch_optimizer.optimizer.ademamix.AdEMAMix",
+        "pytorch_optimizer.optimizer.adopt.ADOPT",
+        "pytorch_optimizer.optimizer.diffgrad.DiffGrad",
+        "pytorch_optimizer.optimizer.grams.Grams",
+        "pytorch_optimizer.optimizer.laprop.LaProp",
+        "pytorch_optimizer.optimizer.lion.Lion",
+        "pytorch_optimizer.optimizer.madgrad.MADGRAD",
+        "pytorch_optimizer.optimizer.qhadam.QHAdam",
+        "pytorch_optimizer.optimizer.tiger.Tiger",
+        "pytorch_optimizer.optimizer.yogi.Yogi",
+        "torch_optimizer.adabelief.AdaBelief",
+        "torch_optimizer.adabound.AdaBound",
+        "torch_optimizer.adamod.AdaMod",
+        "torch_optimizer.diffgrad.DiffGrad",
+        "torch_optimizer.madgrad.MADGRAD",
+        "torch_optimizer.qhadam.QHAdam",
+        "torch_optimizer.yogi.Yogi",
+    }
+)
+
+_MATTERS = 1_000_000  # elements: some megabytes of state
+
+
+def qualified_name(optimizer_class: Any) -> str:
+    while isinstance(optimizer_class, partial):
+        optimizer_class = optimizer_class.func
+    return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
+
+
+def choose_layout(wish: Layout, optimizer_class: Any, finding: Finding) -> Layout:
+    """The layout for a class of which a probe has found this; ValueError if none gives the plain numbers."""
+    if finding.refusal:
+        raise ValueError(finding.refusal)
+    if finding.untried and wish is not Layout.WHOLE:
+        raise ValueError(
+            f"{finding.untried}. So it cannot be tried whether it treats parameters separately; if you know that it "
+            "does, pass config=ShardConfig(layout=Layout.WHOLE)"
+        )
+    if wish is Layout.FLAT and finding.whole:
+        raise ValueError(f"Layout.FLAT is not safe here: {finding.whole}. Use Layout.AUTO or Layout.WHOLE")
+    if wish is not Layout.AUTO:
+        return wish
+    believed = is_of_torch(optimizer_class) or qualified_name(optimizer_class) in ELEMENTWISE
+    return Layout.FLAT if finding.is_elementwise and believed else Layout.WHOLE
+
+
+def is_uneven(held: Sequence[int]) -> bool:
+    """Whether one rank holds a quarter more elements than its share, and enough of them to matter."""
+    share = sum(held) / max(len(held), 1)
+    return max(held, default=0) > max(1.25 * share, share + _MATTERS)
