@@ -159,11 +159,12 @@ class OddState(SGD):
     def step(self, closure: Any = None) -> None:
         super().step()
         for group in self.param_groups:
-            for index, param in enumerate(group["params"]):
+            for param in group["params"]:
                 self.state[param].update(
                     nothing=None, flag=True, count=3, ratio=float("nan"), text="ü", pair=(1, [2.5, None]),
                     nested={"a": {1: torch.arange(3)}}, kind=torch.bfloat16, number=2 + 3j, empty=torch.zeros(0, 2),
-                    last=torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), index=torch.tensor(index),
+                    last=torch.linspace(0, 1, 120).view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+                    scalar=torch.tensor(4),
                 )  # fmt: skip
         self.state["of_all"] = {"seen": 7}
 
