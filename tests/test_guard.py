@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.utils import clip_grad
 
@@ -18,6 +19,7 @@ import shardstep
 from fast_lane_training import Net, batch, loss_of
 from shardstep import ShardConfig
 from shardstep.gradients.guard import gradient_of
+from shardstep.wire.agreement import Claim, Facts
 from training import raised
 
 
@@ -226,3 +228,45 @@ def accumulates_under_the_compiler() -> None:
 
 def test_gradients_add_up_under_torch_compile(workers):
     workers(2).run(accumulates_under_the_compiler, timeout=100)
+
+
+def goes_apart_with_weights_on_their_way() -> None:
+    """The ranks part after a step with overlap; what is left can be closed, and waits for nobody."""
+    model = nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
+    opt = shardstep.shard(model, optim.SGD, lr=0.1, config=ShardConfig(gather="overlap"))
+    loss_of(model, batch(0)).backward()
+    opt.step()
+    opt.zero_grad()
+    loss_of(model, batch(1)).backward()
+    if dist.get_rank() == 0:
+        assert raised(lambda: (loss_of(model, batch(2)).backward(), opt.step()))[0] == "RuntimeError"
+    else:
+        assert raised(opt.step)[0] == "RuntimeError"
+    opt.close()
+    is_untouched(model)
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_ranks_that_went_apart_close_without_waiting(workers):
+    workers(2).run(goes_apart_with_weights_on_their_way, timeout=30)
+
+
+def raises_in_the_middle() -> None:
+    """What is thrown away while an error goes up must not wait for ranks that have none."""
+
+    def trains() -> None:
+        model = Net()
+        opt = shardstep.shard(model, optim.SGD, lr=0.1)
+        loss_of(model, batch(0)).backward()
+        opt._engine._agreement.claim(Claim("step", None, Facts()))  # half a step
+        raise ArithmeticError("on the way")
+
+    if dist.get_rank() == 0:
+        assert raised(trains)[0] == "ArithmeticError"
+        gc.collect()
+    else:
+        shardstep.shard(Net(), optim.SGD, lr=0.1)
+
+
+def test_an_optimizer_dropped_by_an_error_waits_for_nobody(workers):
+    workers(2).run(raises_in_the_middle, timeout=30)

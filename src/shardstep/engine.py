@@ -23,7 +23,7 @@ from shardstep.gradients.kept import KeptGradients
 from shardstep.gradients.sharded import Gradients, Kept, ShardedGradients, Surroundings
 from shardstep.memory.arrival import Arrivals, Readers
 from shardstep.memory.flat import FlatMemory
-from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, span_of
+from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, quickly, span_of
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
@@ -345,11 +345,20 @@ class Engine:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self, groups: ParamGroups) -> None:
-        """Let go of the model."""
+        """Let go of the model; raises if a rank failed in the last step."""
+        try:
+            if not self._turns.apart:
+                self.synchronize()
+        finally:
+            self.let_go(groups)
+
+    def let_go(self, groups: ParamGroups) -> None:
+        """As `close`, and waits for nothing but weights: nobody is there to be told of a failure."""
         if self._turns.apart:
+            self._forget_arrivals()  # they will not come, and nobody may wait for them
             self._leave_what_may_arrive(groups)
         else:
-            self.synchronize()
+            self.wait_for(list(self._arriving))
         self.gradients.hooks.remove()
         self._forget_arrivals()
         release(self)
@@ -387,4 +396,5 @@ def params_of(groups: ParamGroups) -> list[torch.Tensor]:
 
 
 def trainable_of(groups: ParamGroups) -> list[bool]:
-    return [bool(param.requires_grad) for group in groups for param in group["params"]]
+    with quickly():
+        return [bool(param.requires_grad) for group in groups for param in group["params"]]

@@ -144,9 +144,10 @@ class ShardedOptimizer(Optimizer):
 
     def __del__(self) -> None:
         """As `close`, so that nothing of it stays with the model."""
-        if getattr(self, "_ready", False) and not sys.is_finalizing():
+        if getattr(self, "_ready", False) and not self._closed and not sys.is_finalizing():
             with suppress(Exception):  # nobody is there to hear of it
-                self.close()
+                self._engine.let_go(self.param_groups)
+                release(params_of(self.param_groups))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

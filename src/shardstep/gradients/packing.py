@@ -21,7 +21,7 @@ from torch._utils import _flatten_dense_tensors
 
 from shardstep.gradients.guard import gradient_of
 from shardstep.memory.flat import BucketMemory, FlatMemory
-from shardstep.memory.views import flat_gradient
+from shardstep.memory.views import flat_gradient, quickly
 from shardstep.planning import Piece
 from shardstep.wire.transport import Transport
 
@@ -59,7 +59,8 @@ class GradientPacking:
     @torch.no_grad()
     def pack(self, bucket: int) -> list[Parts]:
         """The parts for each rank, or the one for all; gradients that are not there count as zero."""
-        packed = [self._pack_row(row) for row in self._rows[bucket]]
+        with quickly():
+            packed = [self._pack_row(row) for row in self._rows[bucket]]
         for param in self._ends[bucket]:
             self._taken.pop(param, None)
         return packed

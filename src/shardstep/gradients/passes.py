@@ -21,6 +21,7 @@ from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.packing import GradientPacking, Parts
 from shardstep.memory.flat import FlatMemory
 from shardstep.memory.shards import ShardMemory
+from shardstep.memory.views import quickly
 from shardstep.wire.channel import Channel
 from shardstep.wire.hosts import RanksApartError
 from shardstep.wire.records import open_poll
@@ -221,7 +222,8 @@ class GradientPass:
         on the same connections that would be when all of them have arrived.
         """
         self._packing.end_pass()
-        self._late = bytes(gradient_of(param) is not None and param.requires_grad for param in self._params)
+        with quickly():
+            self._late = bytes(gradient_of(param) is not None and param.requires_grad for param in self._params)
         self._failed = self._failed or failed
         self._poll.ask(bytes([self._failed]) + self._packing.used + self._late)
 

@@ -13,6 +13,7 @@ from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.hooks import BackwardHooks
 from shardstep.gradients.passes import GradientPass, Phase
 from shardstep.memory.flat import FlatMemory
+from shardstep.memory.views import quickly
 from shardstep.planning import Piece
 from shardstep.planning.runs import Run
 from shardstep.wire.channel import Channel
@@ -163,7 +164,8 @@ class ShardedGradients:
         return shard[run.start : run.stop] if shard is not None and self.used[run.pieces[0].param] else None
 
     def unsent(self) -> list[int]:
-        return [self._place[param] for param in self._travelling if gradient_of(param) is not None]
+        with quickly():
+            return [self._place[param] for param in self._travelling if gradient_of(param) is not None]
 
     def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         for number, bucket in enumerate(self._memory.buckets):
@@ -212,7 +214,7 @@ class ShardedGradients:
 
 
 def clear_gradients(params: Sequence[torch.Tensor], *, to_none: bool) -> None:
-    with torch._C.DisableTorchFunctionSubclass():  # of weights that are on their way only the gradient is looked at
+    with quickly():  # and of weights that are on their way only the gradient is looked at
         for param in params:
             gradient = gradient_of(param)
             if gradient is not None:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from shardstep.memory.views import move_in, separate_view
+from shardstep.memory.views import move_in, quickly, separate_view
 from shardstep.planning import Bucket, Piece, Plan
 
 
@@ -94,4 +94,5 @@ def _stretches(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
 
 def _whereabouts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
     """Where each lies, and in which order."""
-    return list(zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True))
+    with quickly():
+        return list(zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True))

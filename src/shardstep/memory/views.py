@@ -11,6 +11,10 @@ import torch
 # they do not. So every view starts where a tensor of its own might, and rounds as the plain optimizer does.
 ALIGNMENT_NBYTES = 64
 
+# Sharded parameters are of a class of their own. Inside this, torch does not look what that class wants of it each time
+# something is asked of one: with thousands of them, that costs more than what is asked.
+quickly: Any = torch._C.DisableTorchFunctionSubclass
+
 
 def move_in(param: torch.Tensor, view: torch.Tensor, remedy: str) -> None:
     """Make `param` the view, with its values; `remedy` is for one that has become something else."""
