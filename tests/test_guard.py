@@ -8,6 +8,7 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -270,3 +271,28 @@ def raises_in_the_middle() -> None:
 
 def test_an_optimizer_dropped_by_an_error_waits_for_nobody(workers):
     workers(2).run(raises_in_the_middle, timeout=30)
+
+
+def loads_nothing_on_one_rank() -> str:
+    model = Net()
+    opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    saved: Any = opt.state_dict() if dist.get_rank() == 0 else None  # its file was not there
+    return raised(lambda: opt.load_state_dict(saved))[1]
+
+
+def test_a_state_that_is_missing_on_one_rank_raises_on_all(workers):
+    for text in workers(2).run(loads_nothing_on_one_rank, timeout=30):
+        assert "load_state_dict failed on rank 1" in text
+
+
+def zeroes_once() -> int:
+    model = nn.Sequential(*[nn.Linear(7, 7) for _ in range(5)])
+    opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    loss_of(model, batch(0)).backward()
+    with mock.patch.object(opt, "zero_grad", side_effect=opt.zero_grad) as zero_grad:
+        model.zero_grad(set_to_none=False)
+    return int(zero_grad.call_count)
+
+
+def test_zero_grad_of_the_model_makes_shards_zero_once(workers):
+    assert workers(1).run(zeroes_once) == [1]

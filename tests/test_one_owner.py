@@ -95,3 +95,29 @@ def shares_a_frozen_backbone() -> None:
 
 def test_two_models_may_share_what_neither_trains(workers):
     workers(2).run(shares_a_frozen_backbone)
+
+
+def unfreezes_what_two_models_share(collectives: bool) -> str:
+    """Frozen, a backbone may belong to two; each would take the other's gradients when it trains."""
+    backbone = nn.Linear(7, 7).requires_grad_(False)
+    models = [nn.Sequential(backbone, nn.Linear(7, 3)) for _ in range(2)]
+    with by_collectives() if collectives else nullcontext():
+        opts = [shardstep.shard(model, optim.SGD, lr=0.1) for model in models]
+    backbone.requires_grad_(True)
+    loss_of(models[0], batch(0)).backward()
+    before = backbone.weight.detach().clone()
+    text = raised(opts[0].step)[1]
+    assert torch.equal(backbone.weight, before)
+    opts[0].close()
+    assert opts[1].holds_gradient_of(models[1][1].weight) is False
+    loss_of(models[1], batch(0)).backward()
+    opts[1].step()  # it has one owner now
+    assert not torch.equal(backbone.weight, before)
+    return text
+
+
+@pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
+def test_a_shared_backbone_that_is_unfrozen_is_refused(workers, collectives):
+    (text,) = set(workers(2).run(unfreezes_what_two_models_share, collectives, timeout=40))
+    assert "sharded already" in text
+    assert "0.weight" in text

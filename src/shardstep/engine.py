@@ -24,6 +24,7 @@ from shardstep.gradients.sharded import Gradients, Kept, ShardedGradients, Surro
 from shardstep.memory.arrival import Arrivals, Readers
 from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, quickly, span_of
+from shardstep.owners import check_unowned
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
@@ -190,7 +191,8 @@ class Engine:
     def step(self, groups: ParamGroups) -> None:
         """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
         self.synchronize()
-        self._turns.premise = self._premises.look(groups, self._adopt())
+        trainable = trainable_of(groups)
+        self._turns.premise = self._premises.look(groups, self._why_not_to_go_on(groups, trainable))
         self.take_turn(Turn.STEP, groups)
         if self._turns.premises_differ:
             self._turns.premises_differ = False
@@ -199,13 +201,16 @@ class Engine:
             raise self._premises.failure
         self._sync_buffers()
         self._look_at_everything(groups)
-        trainable = trainable_of(groups)
         changed = trainable != self._trainable
         facts = Facts(map(str, read_specs(groups, trainable))) if changed else self._facts
         failure = self._step_and_send(groups, facts)
         if self._agreement.is_exchanged_when_read:
             # Now, and on all ranks: later one of them alone may read its weights, and would wait for the others.
-            self._agreement.finish()
+            try:
+                self._agreement.finish()
+            except BaseException:
+                self.wait_for(list(self._arriving))  # who catches it goes on with weights that are there
+                raise
         if self._arrivals is None or self._arrivals.has_readers_that_do_not_ask or changed or failure is not None:
             self.synchronize()
         else:
@@ -217,7 +222,7 @@ class Engine:
         """Every few steps, before the weights are stepped: what this step writes hides what was written before."""
         self._steps += 1
         if self._audit is not None and self._steps % (self._config.audit or 1) == 0:
-            self._audit.check(self._held(groups), groups)
+            self._audit.check(self._held(groups), list(self._premises.lines()))
 
     def _held(self, groups: ParamGroups) -> dict[str, torch.Tensor]:
         """What is the same on all ranks, by name."""
@@ -235,10 +240,12 @@ class Engine:
         if self._premises.buffers:
             self.transport.broadcast(self._premises.buffers)
 
-    def _adopt(self) -> Exception | None:
+    def _why_not_to_go_on(self, groups: ParamGroups, trainable: Sequence[bool]) -> Exception | None:
         """Parameters that were given other memory lie in the buffers again; or why that cannot be."""
         try:
             self._memory.adopt()
+            if trainable != self._trainable:  # what was frozen may belong to another optimizer, too
+                check_unowned(groups, self._model)
         except Exception as error:
             return error
         return None

@@ -138,16 +138,20 @@ class ShardedOptimizer(Optimizer):
     def close(self) -> None:
         """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
         if not self._closed:
-            self._engine.close(self.param_groups)
-            release(params_of(self.param_groups))
             self._closed = True
+            try:
+                self._engine.close(self.param_groups)
+            finally:
+                release(self, params_of(self.param_groups))
 
     def __del__(self) -> None:
         """As `close`, so that nothing of it stays with the model."""
         if getattr(self, "_ready", False) and not self._closed and not sys.is_finalizing():
             with suppress(Exception):  # nobody is there to hear of it
-                self._engine.let_go(self.param_groups)
-                release(params_of(self.param_groups))
+                try:
+                    self._engine.let_go(self.param_groups)
+                finally:
+                    release(self, params_of(self.param_groups))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -170,7 +174,7 @@ class ShardedOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval`, if the class has them (schedule-free ones do). They change weights: call on all ranks."""
-        if name in ("train", "eval") and hasattr(vars(self).get("_class"), name):
+        if name in ("train", "eval") and hasattr(vars(self).get("_class"), name) and not self._closed:
             return partial(self._engine.switch, self.param_groups, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
@@ -248,6 +252,8 @@ class ShardedOptimizer(Optimizer):
     def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
         """`zero_grad` of a module with these parameters is called: of the model, or of a part of it."""
         if self._closed or not self._ready:
+            return
+        if not set_to_none and self._engine.gradients.are_zero:
             return
         given = set(params)
         if given.issuperset(self._model.parameters()):
@@ -337,13 +343,13 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, or the state_dict of the plain optimizer. On all ranks."""
         self.synchronize()
-        state_dict = dict(state_dict)  # hooks may change it, and the caller's stays as it is
-        for first in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = first(self, state_dict) or state_dict
         failure, plan = None, self._engine.plan
         entries: dict[Piece, Entry] = {}
         before = [{**group} for group in self.param_groups]
         try:
+            state_dict = dict(state_dict)  # hooks may change it, and the caller's stays as it is
+            for first in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = first(self, state_dict) or state_dict
             if isinstance(state_dict, Mapping) and "param_groups" in state_dict:
                 trial = build(self._class, without_params(self.param_groups), self._defaults, {})
                 check_saved_groups(state_dict["param_groups"], plan.params, trial)

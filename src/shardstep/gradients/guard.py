@@ -43,12 +43,16 @@ def guard(owner: Owner, params: Iterable[torch.Tensor]) -> None:
             param.__class__ = _guarded(type(param))
 
 
-def release(params: Iterable[torch.Tensor]) -> None:
-    """They are what they were."""
+def release(owner: Owner, params: Iterable[torch.Tensor]) -> None:
+    """They are what they were, unless they have another owner by now."""
     for param in params:
+        known = _owner_of.get(id(param))
+        if known is not None and known() not in (owner, None):
+            continue
         _owner_of.pop(id(param), None)
-        if hasattr(type(param), _MARK):
-            param.__class__ = type(param).__base__  # type: ignore[assignment]
+        guarded = next((kind for kind in type(param).__mro__ if _MARK in vars(kind)), None)
+        if guarded is not None:
+            param.__class__ = guarded.__base__  # type: ignore[assignment]
 
 
 @functools.cache

@@ -105,6 +105,10 @@ class KeptGradients:
     def shards(self) -> list[torch.Tensor]:
         raise AssertionError("the whole mean is in param.grad: torch's own functions scale it")
 
+    @property
+    def are_zero(self) -> bool:
+        return self._inner.are_zero
+
     def clear(self, *, to_none: bool) -> None:
         self._inner.clear(to_none=to_none)
 

@@ -142,6 +142,7 @@ class GradientPass:
         self._poll = open_poll(channel)
         self._lock = Lock()  # autograd calls from one thread for each device
         self.phase = Phase.RESTING
+        self.are_zero = False  # they were made so, and nothing was added since
         self._packed: dict[int, list[Parts]] = {}  # while ENDING: what is still to be sent
         self._flying: dict[int, int] = {}  # buckets on their way, the oldest first, and their bytes
         self._failed = False  # a pass failed here since `drop`: what the next one adds to is not all there
@@ -233,6 +234,7 @@ class GradientPass:
             self._land(next(iter(self._flying)))
 
     def _launch(self, bucket: int, parts: list[Parts]) -> None:
+        self.are_zero = False
         self.shards[bucket] = self._reductions[bucket].start(parts, self._places[bucket], self.shards[bucket])
         self._flying[bucket] = self._nbytes[bucket]
         self.order.launched()
@@ -332,3 +334,4 @@ class GradientPass:
         for shard in self.shards:
             if shard is not None:
                 shard.zero_()
+        self.are_zero = True

@@ -84,6 +84,10 @@ class Gradients(Protocol):
 
     def clear(self, *, to_none: bool) -> None: ...
 
+    @property
+    def are_zero(self) -> bool:
+        """Whether they were made zero, and no pass has added to them since."""
+
     def hides(self, param: torch.Tensor) -> bool:
         """Whether `param` has a gradient that is not in `param.grad`."""
 
@@ -181,6 +185,10 @@ class ShardedGradients:
     def shards(self) -> list[torch.Tensor]:
         landed = [self.current.land(bucket) for bucket in range(len(self._memory.buckets))]
         return [shard for shard in landed if shard is not None and shard.numel()]
+
+    @property
+    def are_zero(self) -> bool:
+        return self.current.are_zero
 
     def clear(self, *, to_none: bool) -> None:
         self.hooks.recover()

@@ -184,7 +184,8 @@ def _arriving(kind: type) -> type:
 
 
 def _has_arrived(param: Any) -> None:
-    param.__class__ = type(param).__base__
+    if _MARK in vars(type(param)):  # and not in a class above: another thread may have been here
+        param.__class__ = type(param).__base__
 
 
 def _touch_all(leaves: Sequence[Any]) -> None:

@@ -138,4 +138,4 @@ def placeholder(like: torch.Tensor) -> torch.Tensor:
 
     It has no elements, and never a gradient.
     """
-    return like.new_empty([0] * like.dim()).requires_grad_()
+    return like.new_zeros([0] * like.dim()).requires_grad_()

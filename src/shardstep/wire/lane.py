@@ -28,12 +28,13 @@ class Lane:
     @contextmanager
     def trip(self, *kept: torch.Tensor) -> Iterator[Trip]:
         """Inside, what is enqueued runs behind what was enqueued so far; `kept` lives until the trip is joined."""
-        trip = Trip(self._streams, self._device, kept)
         if self._stream is None:
             with nullcontext():
-                yield trip
+                yield Trip(None, self._device, None, kept)
             return
-        self._stream.wait_stream(self._streams.current_stream(self._device))
+        home = self._streams.current_stream(self._device)
+        trip = Trip(self._streams, self._device, home, kept)
+        self._stream.wait_stream(home)
         with self._streams.stream(self._stream):
             yield trip
             trip.end()
@@ -42,8 +43,8 @@ class Lane:
 class Trip:
     """Communication that was enqueued, and the memory it must not lose."""
 
-    def __init__(self, streams: Any, device: torch.device, kept: tuple[torch.Tensor, ...]) -> None:
-        self._streams, self._device = streams, device
+    def __init__(self, streams: Any, device: torch.device, home: Any, kept: tuple[torch.Tensor, ...]) -> None:
+        self._streams, self._device, self._home = streams, device, home
         self._kept: Any = kept
         self._done: Any = None
 
@@ -54,7 +55,10 @@ class Trip:
         """What is enqueued from now on runs behind it. The host does not wait."""
         if self._done is not None:
             # Of the parameters' device, which a program need not have made the current one.
-            self._streams.current_stream(self._device).wait_event(self._done)
+            stream = self._streams.current_stream(self._device)
+            stream.wait_event(self._done)
+            if stream != self._home:  # a look from another stream must not be all that ever waits
+                self._home.wait_event(self._done)
         self._kept = None
 
     def sweep(self) -> bool:
