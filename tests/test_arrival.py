@@ -206,6 +206,14 @@ def test_weights_computed_in_hooks_come_from_finished_ones(workers, name):
 # -- code that does not ask --------------------------------------------------------------------------------------------
 
 
+def four_steps(call: Any, opt: shardstep.ShardedOptimizer) -> None:
+    for step in range(4):
+        loss_of(call, batch(step)).backward()
+        opt.step()
+        opt.zero_grad()
+    opt.synchronize()
+
+
 def compiled_after_shard(backend: str, **options: Any) -> list[Any]:
     """And the same parameters with gather="wait", not compiled; the compiler's own kernels may round otherwise."""
     results = []
@@ -215,11 +223,7 @@ def compiled_after_shard(backend: str, **options: Any) -> list[Any]:
         call = torch.compile(model, backend=backend, **options) if gather == "overlap" else model
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            for step in range(4):
-                loss_of(call, batch(step)).backward()
-                opt.step()
-                opt.zero_grad()
-        opt.synchronize()
+            four_steps(call, opt)
         results.append(values(model))
         opt.close()
     for one, other in zip(*results, strict=True):
@@ -276,11 +280,7 @@ def traced() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             call = torch.jit.trace(model, batch(0))
-            for step in range(4):
-                loss_of(call, batch(step)).backward()
-                opt.step()
-                opt.zero_grad()
-        opt.synchronize()
+            four_steps(call, opt)
         results.append(values(model))
         opt.close()
     assert equal(*results)

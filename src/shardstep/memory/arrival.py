@@ -54,6 +54,7 @@ class Readers:
     def __init__(self) -> None:
         self.compiled = False
         self.traced = False
+        self.told = False  # the program was; a new plan is no reason to tell it again
 
     def name(self) -> str | None:
         return "torch.compile" if self.compiled else "torch.jit.trace or a CUDA graph" if self.traced else None
@@ -78,7 +79,6 @@ class Arrivals:
         self._missing: dict[int, set[int]] = {}  # of a parameter on its way: the buckets that have not landed
         self._wait, self._wait_for_all = weakref.WeakMethod(wait), weakref.WeakMethod(wait_for_all)
         self._readers = readers
-        self._warned = False
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             readers.traced = True
         self._hooks = self._hook(model, buckets_of)
@@ -106,8 +106,8 @@ class Arrivals:
     def has_readers_that_do_not_ask(self) -> bool:
         """Then weights must have arrived when `step` returns."""
         name = self._readers.name()
-        if name is not None and not self._warned:
-            self._warned = True
+        if name is not None and not self._readers.told:
+            self._readers.told = True
             warnings.warn(
                 f'gather="overlap" hides nothing here: {name} reads weights without asking whether they have arrived, '
                 'so step() waits for them, as with gather="wait"',

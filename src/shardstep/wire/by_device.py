@@ -30,9 +30,6 @@ class ByDevice:
         everyone = list(transports.values())
         self.tells_first = all(one.tells_first for one in everyone)
 
-    def _of(self, bucket: Memory) -> Transport:
-        return self._transports[bucket.values.device.type]
-
     def before_waiting(self, check: Check) -> None:
         for transport in self._transports.values():
             transport.before_waiting(check)
