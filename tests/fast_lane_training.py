@@ -35,8 +35,8 @@ class Net(nn.Module):
 
 
 def batch(step: int, width: int = 7) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(4, width, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, width, generator=generator, device="cpu", dtype=torch.float32)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

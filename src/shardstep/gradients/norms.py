@@ -52,7 +52,7 @@ def _join(transport: Transport, local: torch.Tensor, norm_type: float) -> torch.
 
 def _norms(values: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     """Of each tensor, in double precision; those of a dtype and device in one call."""
-    norms: list[torch.Tensor] = [torch.zeros((), dtype=torch.float64)] * len(values)
+    norms = [value.new_zeros((), dtype=torch.float64) if not value.numel() else value for value in values]
     classes: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, value in enumerate(values):
         if value.numel():

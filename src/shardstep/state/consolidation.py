@@ -44,16 +44,16 @@ def consolidate(channel: Channel, read_local: Callable[[], Mapping[Any, Any]], t
 def send_state(channel: Channel, text: str, tensors: Sequence[torch.Tensor], to: int) -> None:
     """Send what `encode` made."""
     header = text.encode()
-    send_tensors(channel, [torch.tensor([len(header)])], to)
+    send_tensors(channel, [torch.tensor([len(header)], device="cpu")], to)
     send_tensors(channel, [torch.frombuffer(bytearray(header), dtype=torch.uint8)], to)
     send_tensors(channel, tensors, to)
 
 
 def receive_state(channel: Channel, source: int) -> dict[Any, Any]:
     """What another rank sends by `send_state`, on the CPU."""
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     receive_tensors(channel, [length], source)
-    header = torch.empty(int(length), dtype=torch.uint8)
+    header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     receive_tensors(channel, [header], source)
     reader = Reader(header.numpy().tobytes().decode())
     receive_tensors(channel, reader.landing, source)

@@ -92,7 +92,7 @@ class Reader:
         return items if tag == "l" else tuple(items)
 
     def _tensor(self, dtype: str, shape: list[int], order: list[int]) -> torch.Tensor:
-        stored = torch.empty([shape[dim] for dim in order], dtype=_dtype(dtype))
+        stored = torch.empty([shape[dim] for dim in order], dtype=_dtype(dtype), device="cpu")
         self.landing.append(stored.view(-1))
         return stored.permute([order.index(dim) for dim in range(len(shape))])
 

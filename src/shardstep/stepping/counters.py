@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-_COMMON = frozenset(vars(Optimizer([torch.zeros(1)], {})))  # attributes that every optimizer has
+_COMMON = frozenset(vars(Optimizer([torch.zeros(1, device="cpu")], {})))  # attributes that every optimizer has
 
 
 class Counters:

@@ -270,8 +270,9 @@ def _gradients(shapes: Sequence[tuple[int, ...]], steps: int, seed: int, device:
 
 def _draw(shapes: Sequence[tuple[int, ...]], generator: torch.Generator, device: torch.device) -> Tensors:
     """Numbers whose scale grows along each parameter, so that a norm over a piece is not one of all."""
-    scale = torch.logspace(-2, 1, 24)
-    return [(torch.randn(24, generator=generator) * scale).view(shape).to(device) for shape in shapes]
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults are
+    scale = torch.logspace(-2, 1, 24, **kind)
+    return [(torch.randn(24, generator=generator, **kind) * scale).view(shape).to(device) for shape in shapes]
 
 
 def _cut(value: torch.Tensor) -> Tensors:

@@ -66,7 +66,7 @@ class Trial:
                 """A closure: gradients, and a loss that no parameter changes, as if others made up most of it."""
                 for param, gradient in zip(flat, row, strict=True):
                     param.grad = gradient.clone()
-                return torch.tensor(2.0 / (1 + number))
+                return torch.tensor(2.0 / (1 + number), device=flat[0].device)
 
             give()
             for optimizer in optimizers:
@@ -169,7 +169,7 @@ def alike(one: Any, other: Any, close: Alike) -> bool:
         except (RuntimeError, NotImplementedError, TypeError):  # a tensor class without these operations
             return True
     if isinstance(one, int | float) and isinstance(other, int | float):
-        return close(torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64))
+        return close(*(torch.tensor(number, dtype=torch.float64, device="cpu") for number in (one, other)))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return first_difference(one, other, close) is None
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

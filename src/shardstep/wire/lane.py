@@ -54,6 +54,7 @@ class Trip:
     def join(self) -> None:
         """What is enqueued from now on runs behind it. The host does not wait."""
         if self._done is not None:
+            _refuse_to_be_captured(self._streams)
             # Of the parameters' device, which a program need not have made the current one.
             stream = self._streams.current_stream(self._device)
             stream.wait_event(self._done)
@@ -67,3 +68,13 @@ class Trip:
             self._kept = None
             return True
         return False
+
+
+def _refuse_to_be_captured(streams: Any) -> None:
+    """A graph would keep the wait for this one event, and its replays find it over."""
+    is_capturing = getattr(streams, "is_current_stream_capturing", None)
+    if is_capturing is not None and is_capturing():
+        raise RuntimeError(
+            "weights of the last step are on their way while a graph is captured, and its replays would not wait for "
+            "those of later steps: call synchronize() of the optimizer before the capture and before every replay"
+        )

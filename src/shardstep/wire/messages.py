@@ -220,7 +220,7 @@ def _narrow(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _landing(dtype: torch.dtype, places: Sequence[slice], memory: torch.Tensor | None) -> list[torch.Tensor]:
     """Memory for one rank's parts: in `memory` if they fit there as they are."""
     if memory is None or memory.dtype != dtype:
-        memory = torch.empty(places[-1].stop, dtype=dtype)
+        memory = torch.empty(places[-1].stop, dtype=dtype, device="cpu")
     return [memory[place] for place in places]
 
 

@@ -102,7 +102,7 @@ class DirectPoll:
         self._channel = channel
         self.tag = take_tags(channel)
         self._afloat = Afloat()
-        self._landing = torch.empty(0)
+        self._landing = torch.empty(0, device="cpu")
         self.is_open = False
 
     def ask(self, record: bytes) -> None:

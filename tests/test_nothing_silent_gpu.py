@@ -1,0 +1,137 @@
+"""The programs of test_arrival, test_audit, test_guard, test_premises and others once more, on a GPU with NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import shardstep
+import test_arrival
+import test_audit
+import test_bad_input_fast_lane
+import test_guard
+import test_one_owner
+import test_optimizer_surface
+import test_premises
+import test_saved_size
+from fast_lane_training import batch, loss_of
+from shardstep import Layout, ShardConfig
+from training import assert_ranks_equal, raised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and dist.is_nccl_available()), reason="needs a CUDA device and NCCL"
+    ),
+    pytest.mark.filterwarnings("ignore:gather="),
+]
+
+
+def on_the_gpu(body: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with torch.device("cuda"):
+        return body(*args, **options)
+
+
+# Those that make tensors without a device for a CPU function, or look at how Gloo sends, stay there.
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    **{
+        f"after step: {name}": (test_arrival.finds_finished_weights, (name, False))
+        for name in ("reads", "data", "state_dict", "load_state_dict", "torch.save", "deepcopy", "parameters_to_vector",
+                     "vector_to_parameters", "in place", "foreach", "a submodule alone", "repr", "AveragedModel")
+    },
+    **{
+        f"computes weights: {name}": (test_arrival.computes_its_weights_from_finished_ones, (name,))
+        for name in test_arrival.MADE
+    },
+    "compiled, eager": (test_arrival.compiled_after_shard, ("eager",)),
+    "compiled, inductor": (test_arrival.compiled_after_shard, ("inductor",)),
+    "compiled before": (test_arrival.compiled_before_shard, (True,)),
+    "traced": (test_arrival.traced, ()),
+    "different rates on two": (test_premises.sets_options, (False,)),
+    "builds differ": (test_premises.shards_differently, (False,)),
+    **{
+        f"replaced: {how}, {everywhere}": (test_premises.replaces_a_parameter, (False, how, everywhere))
+        for how, everywhere in (("assignment", False), ("module", True), ("assign=True", True))
+    },
+    "rearranged": (test_premises.rearranges_the_model, ()),
+    **{f"cast alone: {what}": (test_premises.casts_alone, (False, what)) for what in ("model", "parameter", "buffer")},
+    "grown on one": (test_premises.grows_a_parameter, (False, False)),
+    "grown on all": (test_premises.grows_a_parameter, (False, True)),
+    "other state": (test_premises.loads_what_is_not_its_own, (True,)),
+    **{f"reads gradients: {name}": (test_guard.reads_gradients, (name,)) for name in test_guard.READERS},
+    "scales in a hook": (test_guard.scales_in_a_step_hook, ()),
+    "zeroes the model": (test_guard.zeroes_the_model, (False,)),
+    "again and again, closed": (test_guard.shards_again_and_again, ("overlap", True)),
+    "again and again, dropped": (test_guard.shards_again_and_again, ("overlap", False)),
+    "copied": (test_guard.is_copied, ("overlap",)),
+    "accumulates, compiled": (test_guard.accumulates_under_the_compiler, ()),
+    "parts with weights on their way": (test_guard.goes_apart_with_weights_on_their_way, ()),
+    "raises in the middle": (test_guard.raises_in_the_middle, ()),
+    "no state on one rank": (test_guard.loads_nothing_on_one_rank, ()),
+    "one head": (test_one_owner.shards_two_with_one_head, (False,)),
+    "a part again": (test_one_owner.shards_a_part_again, ()),
+    "unfreezes a shared backbone": (test_one_owner.unfreezes_what_two_models_share, (False,)),
+    "in DDP": (test_bad_input_fast_lane.wraps_in_ddp, (False,)),
+    "meta, LBFGS": (test_bad_input_fast_lane.passes_something_else, ()),
+    "modes": (test_optimizer_surface.switches, ("overlap", False)),
+    "saves, flat": (test_saved_size.saves_what_it_has, (Layout.FLAT,)),
+    "saves, whole": (test_saved_size.saves_what_it_has, (Layout.WHOLE,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_on_two_ranks(workers, name):
+    body, args = PROGRAMS[name]
+    workers(2, backend="nccl").run(on_the_gpu, body, *args, timeout=60)
+
+
+@pytest.mark.parametrize("gather", ["wait", "overlap"])
+def test_a_bit_that_flips_on_one_rank_is_found(workers, gather):
+    for told in workers(3, backend="nccl").run(on_the_gpu, test_audit.goes_its_own_way, "2.weight", gather, False):
+        assert "First in: 2.weight; ranks that differ from the others: [2]" in told[2]
+
+
+@pytest.mark.parametrize(
+    "program", [(test_premises.plateaus_alone, False), (test_premises.drops_alone, False, True, True)]
+)
+def test_a_program_on_three_ranks(workers, program):
+    workers(3, backend="nccl").run(on_the_gpu, *program, timeout=60)
+
+
+def is_captured() -> None:
+    """A CUDA graph of the forward: not of weights on their way, which a replay would wait for; and then of finished."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]).cuda()
+    config = ShardConfig(gather="overlap", bucket_mb=0.02)
+    opt = shardstep.shard(model, optim.SGD, lr=0.1, config=config)
+    x = torch.ones(4, 64, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+
+    def capture() -> torch.Tensor:
+        with torch.cuda.graph(graph):
+            return model(x)
+
+    out = x
+    for step in range(5):
+        loss_of(model, batch(step, 64)).backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            if step == 1:
+                assert "call synchronize() of the optimizer before" in raised(capture)[1]
+                graph = torch.cuda.CUDAGraph()
+                opt.synchronize()
+                out = capture()
+            elif step > 1:
+                opt.synchronize()
+                graph.replay()
+                assert torch.allclose(out, model(x), rtol=1e-4, atol=1e-5), (out - model(x)).abs().max()
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_a_graph_of_the_forward_may_be_captured(workers):
+    workers(2, backend="nccl").run(is_captured, timeout=60)
