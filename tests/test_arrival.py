@@ -279,7 +279,7 @@ def traced() -> None:
         opt = sharded(model, gather)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            call = torch.jit.trace(model, batch(0))
+            call = torch.jit.trace(model, batch(0).to(model[0].weight.device))
             four_steps(call, opt)
         results.append(values(model))
         opt.close()

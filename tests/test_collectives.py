@@ -255,17 +255,14 @@ def reads_what_was_sent_before() -> None:
     channel = open_for_collectives(None, None)
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     first, second = open_poll(channel), open_poll(channel)
-    first.ask(bytes([rank]))
-    first.hurry()
+    first.ask(bytes([rank]), soon=True)
     second.ask(bytes([10 + rank]))
     assert second.answer().any == bytes([10 + last])
     assert first.answer().any == bytes([last])
-    first.ask(bytes([20 + rank]))
-    first.hurry()
+    first.ask(bytes([20 + rank]), soon=True)
     first.ask(bytes([30 + rank]))  # the last counts
     assert first.answer().any == bytes([30 + last])
-    first.ask(bytes([rank]))
-    first.hurry()
+    first.ask(bytes([rank]), soon=True)
     first.forget()
     assert channel.hosts is not None
     assert channel.hosts.rows(bytes([rank])) == [bytes([other]) for other in range(last + 1)]

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.nn.parallel import DistributedDataParallel
 
 import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Normed, batch, loss_of
-from shardstep import ShardConfig
+from shardstep import ShardConfig, ZeroRedundancyOptimizer
 from training import assert_ranks_equal, raised
 
 BOTH_WAYS = pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
@@ -63,6 +64,54 @@ def plateaus_alone(collectives: bool) -> None:
 @BOTH_WAYS
 def test_ranks_with_different_learning_rates_do_not_train_on(workers, collectives):
     workers(3).run(plateaus_alone, collectives)
+
+
+def plateaus_alone_in_the_drop_in(views: bool) -> str:
+    """There the ranks agree at the end of a step: it has stepped, and it is the last one."""
+    model = DistributedDataParallel(Normed())
+    opt = ZeroRedundancyOptimizer(model.parameters(), optim.AdamW, parameters_as_bucket_view=views, lr=0.1)
+    scheduler = optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.5)
+    for step, loss in enumerate((1.0, 2.0 if dist.get_rank() else 0.5)):
+        loss_of(model, batch(step)).backward()
+        opt.step()
+        opt.zero_grad()
+        scheduler.step(loss)
+    loss_of(model, batch(2)).backward()
+    return raised(opt.step)[1]
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_ranks_with_different_learning_rates_do_not_train_on_with_the_drop_in(workers, views):
+    (text,) = set(workers(2).run(plateaus_alone_in_the_drop_in, views))
+    assert "Rank 1: it has <param_groups[0]['lr'] = 0.05> where rank 0 has <param_groups[0]['lr'] = 0.1>" in text
+
+
+class CountsInItsGroup(optim.SGD):
+    """Only where it has a gradient: a rank without parameters does not count."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("k", 0)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += any(param.grad is not None for param in group["params"])
+        return super().step(closure)
+
+
+def counts_where_it_holds_something() -> None:
+    model = DistributedDataParallel(nn.Linear(7, 3, bias=False))
+    opt = ZeroRedundancyOptimizer(model.parameters(), CountsInItsGroup, lr=0.1)
+    for step in range(3):
+        loss_of(model, batch(step)).backward()
+        opt.step()
+        opt.zero_grad()
+    assert_ranks_equal(list(model.parameters()))
+
+
+def test_a_counter_in_a_group_is_no_option_of_the_program(workers):
+    workers(2).run(counts_where_it_holds_something)
 
 
 def sets_options(collectives: bool) -> None:

@@ -222,7 +222,7 @@ class Engine:
         """Every few steps, before the weights are stepped: what this step writes hides what was written before."""
         self._steps += 1
         if self._audit is not None and self._steps % (self._config.audit or 1) == 0:
-            self._audit.check(self._held(groups), list(self._premises.lines()))
+            self._audit.check(self._held(groups), self._premises.all_options(groups))
 
     def _held(self, groups: ParamGroups) -> dict[str, torch.Tensor]:
         """What is the same on all ranks, by name."""

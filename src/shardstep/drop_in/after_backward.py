@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
-from shardstep.drop_in.local_shard import Groups, facts_of, params_of, plan_for, travelling
+from shardstep.drop_in.local_shard import Groups, params_of, plan_for, travelling
 from shardstep.drop_in.parameter_messages import ParameterMessages
 from shardstep.drop_in.strategy import Gradients, Setting
 from shardstep.drop_in.uneven_inputs import hand_over
@@ -96,10 +96,10 @@ class AfterBackward:
         """Send what this rank has stepped, and take what others have; raise on all ranks if one of them failed."""
         travels = travelling(params_of(groups))
         if travels == self._shard.travels:
-            self._send_and_agree(Claim("step", failure, self._shard.facts))
+            self._send_and_agree(Claim("step", failure, self._shard.step_facts(groups, self._shard.plan)))
             return
         plan = plan_for(groups, travels, self._channel.world_size)
-        self._send_and_agree(Claim("step", failure, facts_of(plan)))
+        self._send_and_agree(Claim("step", failure, self._shard.step_facts(groups, plan)))
         logger.warning("the set of trainable parameters has changed; what is sent at each step follows")
         self._shard.adopt(plan)
         self._place(groups)

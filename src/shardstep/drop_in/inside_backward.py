@@ -21,7 +21,7 @@ from shardstep.drop_in.local_shard import Groups, params_of
 from shardstep.drop_in.strategy import Gradients, Setting
 from shardstep.planning import Layout, Plan, make_plan
 from shardstep.state.consolidation import move_state
-from shardstep.wire.agreement import Agreement, Claim
+from shardstep.wire.agreement import Agreement, Claim, Facts
 from shardstep.wire.records import open_poll
 from shardstep.wire.transport import Transport
 
@@ -46,6 +46,7 @@ class InsideBackward:
         self._used = open_poll(setting.channel, lambda record: "are in a backward pass")
         self.buffers: list[list[torch.Tensor]] = []  # parameters live in DDP's buckets
         self.overlapped: OverlappedStep | None = None
+        self._facts = Facts()  # of the pass that runs
 
     # -- what programs call -------------------------------------------------------------------------------------------
 
@@ -144,6 +145,7 @@ class InsideBackward:
     def begin(self, groups: Groups, reduced: Container[torch.Tensor]) -> Exception | None:
         """A backward pass begins. Returns what is wrong; all ranks raise it at the end: they wait for each other."""
         self._saved.stepped("a backward pass")
+        self._facts = self._shard.step_facts(groups, self._shard.plan)
         for spec, param in zip(self._shard.plan.params, params_of(groups), strict=True):
             if param.requires_grad and param not in reduced:
                 return RuntimeError(
@@ -154,7 +156,7 @@ class InsideBackward:
 
     def finish(self, overlapped: OverlappedStep, failure: Exception | None) -> None:
         """A backward pass ends: everything has been sent. Raises on all ranks if one of them failed."""
-        self._agreement.claim(Claim("the backward pass", failure, self._shard.facts))
+        self._agreement.claim(Claim("the backward pass", failure, self._facts))
         overlapped.finish()
         self._agreement.finish()
 

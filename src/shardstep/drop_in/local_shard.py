@@ -13,9 +13,11 @@ from shardstep.planning import Layout, Plan, make_plan, read_specs
 from shardstep.state.state_dict import check_options, check_state_dict, describe, local_part
 from shardstep.stepping.counters import Counters, resume
 from shardstep.stepping.local_optimizer import build, copy_options, dealt_to, local_groups
-from shardstep.stepping.options import class_line, option_lines
+from shardstep.stepping.options import WatchedOptions, class_line, option_lines
 from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
 from shardstep.wire.agreement import Facts
+
+_SCHEDULED = {"lr", "momentum", "betas", "weight_decay"}  # what programs change as they go
 
 Groups = list[dict[str, Any]]  # the caller's, of all parameters; passed in, because a program may change them
 
@@ -27,6 +29,9 @@ class LocalShard:
         self, optimizer_class: type[Optimizer], options: Mapping[str, Any], rank: int, groups: Groups, plan: Plan
     ) -> None:
         self.optimizer_class, self.options, self._rank = optimizer_class, options, rank
+        # Not what a class counts in its groups: a rank without parameters in one may not get that far.
+        self._watched = WatchedOptions(among=_SCHEDULED | set(options))
+        self._told: tuple[Plan, list[str], Facts] | None = None
         self.counted: Mapping[str, Any] = {}  # what the class had counted on itself when holders last changed
         self.adopt(plan)
         self._build(groups)
@@ -34,7 +39,6 @@ class LocalShard:
     def adopt(self, plan: Plan) -> None:
         """Another plan with the same holders: what travels has changed, or a group came."""
         self.plan = plan
-        self.facts = facts_of(plan)
         self.travels = [spec.trainable for spec in plan.params]
 
     def share_out(self, groups: Groups, plan: Plan, entries: Mapping[Any, Any]) -> None:
@@ -91,6 +95,14 @@ class LocalShard:
         copy_options(self.optim.param_groups, groups)
         return result
 
+    def step_facts(self, groups: Groups, plan: Plan) -> Facts:
+        """What must be the same on every rank in a step under `plan`: its parameters, and the program's options."""
+        self._watched.know(groups)
+        lines = self._watched.lines(groups)
+        if self._told is None or plan is not self._told[0] or lines is not self._told[1]:
+            self._told = (plan, lines, Facts([*map(str, plan.params), *lines]))
+        return self._told[2]
+
     def entries(self) -> dict[Any, Any]:
         """This rank's state under the indices of the unsharded optimizer."""
         mine = dealt_to(self.plan, self._rank)
@@ -121,10 +133,6 @@ def loaded_groups(groups: Groups, local: Groups, saved: Sequence[Mapping[str, An
         names = theirs.get("param_names", outer.get("param_names"))
         loaded.append({**own, **({"param_names": list(names)} if names else {}), "params": outer["params"]})
     return loaded
-
-
-def facts_of(plan: Plan) -> Facts:
-    return Facts(map(str, plan.params))
 
 
 def params_of(groups: Groups) -> list[torch.Tensor]:

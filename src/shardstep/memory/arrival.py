@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardstep.memory.model_hooks import ModelHook
+from shardstep.memory.model_hooks import ModelHook, hook_first
 
 _is_tracing: Callable[[], bool] = torch.jit._trace.is_tracing
 _of_param: dict[int, weakref.ref[Arrivals]] = {}  # by the identity of a parameter that is on its way
@@ -88,12 +88,12 @@ class Arrivals:
         """A module with parameters of its own may use those of modules inside it without calling them
         (nn.MultiheadAttention does): it waits for theirs too."""
         before_all = _BeforeModel(self._wait_for_all, self._readers)
-        hooks = [model.register_forward_pre_hook(before_all, prepend=True)]
+        hooks = [hook_first(model, before_all)]
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, torch.jit.ScriptModule):
                 needed = sorted({bucket for param in module.parameters() for bucket in buckets_of.get(param, ())})
                 before_use = _BeforeUse(self._wait, needed, self._readers)
-                hooks.append(module.register_forward_pre_hook(before_use, prepend=True))
+                hooks.append(hook_first(module, before_use))
         return hooks
 
     def remove(self) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class ModelHook:
@@ -14,6 +18,19 @@ class ModelHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Nothing, ())
+
+
+def hook_first(module: nn.Module, hook: Callable[[nn.Module, Any], None]) -> RemovableHandle:
+    """Before hooks that are there already.
+
+    Not by `prepend=True`: that turns the order of the hooks, and not that in which their dict was filled, by which the
+    compiler of torch 2.11 counts them; it then looks for the attributes of one hook in another.
+    """
+    handle = module.register_forward_pre_hook(hook)
+    hooks = module._forward_pre_hooks
+    for key in list(hooks)[:-1]:
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 class _Nothing:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,11 +17,43 @@ def option_keys(group: Mapping[str, Any]) -> list[str]:
     return [key for key in group if key not in ("params", "param_names")]
 
 
-def option_lines(groups: Groups, keys: Sequence[Sequence[str]]) -> Iterator[str]:
-    """`keys` of each group."""
+def option_lines(groups: Groups, keys: Sequence[Sequence[str]], *, waits: bool = True) -> Iterator[str]:
+    """`keys` of each group. Unless it `waits`, the host does not ask a device what a tensor holds."""
     for number, (group, wanted) in enumerate(zip(groups, keys, strict=False)):
         for key in sorted(wanted):
-            yield f"param_groups[{number}][{key!r}] = {_in_words(group.get(key))}"
+            yield f"param_groups[{number}][{key!r}] = {_in_words(group.get(key), waits)}"
+
+
+class WatchedOptions:
+    """Those options that the groups had when they were first seen.
+
+    What comes later is a scheduler's notes (`initial_lr`) or a counter of the optimizer's own, which a rank that holds
+    nothing of a group may not advance.
+    """
+
+    def __init__(self, among: Container[str] | None = None) -> None:
+        self._among = among  # others do not count; None: all do
+        self._keys: list[list[str]] = []
+        self._values: list[Any] = []
+        self._lines: list[str] = []
+
+    def know(self, groups: Groups) -> None:
+        """Groups may have been added."""
+        for group in groups[len(self._keys) :]:
+            keys = option_keys(group)
+            self._keys.append(keys if self._among is None else [key for key in keys if key in self._among])
+
+    def lines(self, groups: Groups) -> list[str]:
+        """One for each option; made anew only if one was set since. What a tensor says can change without that."""
+        values = [group.get(key) for group, keys in zip(groups, self._keys, strict=False) for key in keys]
+        same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        if not same or any(isinstance(value, torch.Tensor) for value in values):
+            self._values, self._lines = values, list(option_lines(groups, self._keys, waits=False))
+        return self._lines
+
+    def all_lines(self, groups: Groups) -> list[str]:
+        """The host waits for what lies on a device."""
+        return list(option_lines(groups, self._keys))
 
 
 def class_line(optimizer_class: Any) -> str:
@@ -29,16 +62,16 @@ def class_line(optimizer_class: Any) -> str:
     return f"optimizer_class {optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
-def _in_words(value: Any) -> str:
-    """The same in every process for the same value; a host does not wait for a device to tell what a tensor holds."""
+def _in_words(value: Any, waits: bool) -> str:
+    """The same in every process for the same value."""
     if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
+        if value.device.type != "cpu" and not waits:
             return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, on an accelerator"
         return f"tensor({value.tolist()})"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_in_words(member)}" for key, member in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {_in_words(member, waits)}" for key, member in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "(" + ", ".join(map(_in_words, value)) + ")"
+        return "(" + ", ".join(_in_words(member, waits) for member in value) + ")"
     if value is None or isinstance(value, bool | str | complex):
         return repr(value)
     if isinstance(value, Real):  # 1 and 1.0 are the same rate, and so is numpy's

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardstep.stepping.options import Groups, option_keys, option_lines
+from shardstep.stepping.options import Groups, WatchedOptions
 
 NBYTES = 8  # of a digest
 
@@ -27,7 +27,7 @@ class Premises:
 
     def __init__(self, model: nn.Module, *, has_buffers: bool) -> None:
         self._model, self._has_buffers = model, has_buffers
-        self._options = _Options()
+        self._options = WatchedOptions()
         self.failure: Exception | None = None
         self._found: list[torch.Tensor | None] = []
         self.buffers: list[torch.Tensor] = []
@@ -82,6 +82,10 @@ class Premises:
         yield from buffers
         yield failure
 
+    def all_options(self, groups: Groups) -> list[str]:
+        """With those that lie on a device, for which the host waits."""
+        return self._options.all_lines(groups)
+
     def _find_replaced(self, groups: Groups) -> Exception | None:
         """A parameter that has left the model is no harm, unless another came that nobody steps."""
         now = dict(self._model.named_parameters())
@@ -112,29 +116,3 @@ class Premises:
             f"{name}: a buffer of shape {tuple(buffer.shape)}, {buffer.dtype} (sync_buffers=False leaves buffers alone)"
             for name, buffer in named.items()
         ]
-
-
-class _Options:
-    """Those options that the groups had when they were first seen.
-
-    What comes later is a scheduler's notes (`initial_lr`) or a counter of the optimizer's own, which a rank that holds
-    nothing of a group may not advance.
-    """
-
-    def __init__(self) -> None:
-        self._keys: list[list[str]] = []
-        self._values: list[Any] = []
-        self._lines: list[str] = []
-
-    def know(self, groups: Groups) -> None:
-        """Groups may have been added."""
-        for group in groups[len(self._keys) :]:
-            self._keys.append(option_keys(group))
-
-    def lines(self, groups: Groups) -> list[str]:
-        """One for each option; made anew only if one was set since. What a tensor says can change without that."""
-        values = [group.get(key) for group, keys in zip(groups, self._keys, strict=False) for key in keys]
-        same = len(values) == len(self._values) and all(map(is_, values, self._values))
-        if not same or any(isinstance(value, torch.Tensor) for value in values):
-            self._values, self._lines = values, list(option_lines(groups, self._keys))
-        return self._lines

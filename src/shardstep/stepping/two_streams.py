@@ -7,6 +7,7 @@ leave. An H200 steps 1.6 G elements with AdamW in 10.9 ms instead of 12.7, and n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,7 +26,7 @@ class TwoStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._second = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._second = _second_stream(device)
 
     def __enter__(self) -> None:
         self._second.wait_stream(torch.cuda.current_stream(self._device))
@@ -35,6 +36,12 @@ class TwoStreams:
 
     def of(self, group: int) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._second) if group % 2 else nullcontext()
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> Any:
+    """One for all optimizers: the allocator keeps memory for each stream by itself, and a new plan would leave some."""
+    return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
 
 def two_streams(own: Sequence[torch.Tensor], param_groups: Sequence[Mapping[str, Any]]) -> TwoStreams | None:

@@ -65,16 +65,16 @@ class Agreement:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._poll = open_poll(channel, lambda record: "end a step")
+        self._action = action = [""]  # not by way of self, which would be a cycle
+        self._poll = open_poll(channel, lambda record: f"end {action[0]}")
         self.is_exchanged_when_read = self._poll.goes_together
         self._claim = Claim("", None, Facts())
         self.is_open = False  # claimed, and not yet finished
 
     def claim(self, claim: Claim) -> None:
         """How this rank fared. It is on its way when this returns."""
-        self._claim, self.is_open = claim, True
-        self._poll.ask(bytes([claim.failure is not None]) + claim.facts.digest)
-        self._poll.hurry()
+        self._claim, self.is_open, self._action[0] = claim, True, claim.action
+        self._poll.ask(bytes([claim.failure is not None]) + claim.facts.digest, soon=True)
 
     def finish(self) -> None:
         """Raise if a rank failed, or if the ranks do not hold the same facts."""

@@ -34,11 +34,11 @@ class Poll(Protocol):
     goes_together: bool
     is_open: bool  # asked, and not yet read
 
-    def ask(self, record: bytes) -> None:
-        """This rank's record. Returns at once; of an earlier one that nobody has read, the answer is lost."""
+    def ask(self, record: bytes, *, soon: bool = False) -> None:
+        """This rank's record. Returns at once; of an earlier one that nobody has read, the answer is lost.
 
-    def hurry(self) -> None:
-        """The answer is wanted soon: what is asked goes out now, if it has not yet."""
+        Where questions go together, all that are open go out now if the answer is wanted `soon`.
+        """
 
     def answer(self) -> Answer:
         """Wait for the other ranks' hosts, never for a device."""
@@ -63,10 +63,9 @@ class _Soliloquy:
         self._record = b""
         self.is_open = False
 
-    def ask(self, record: bytes) -> None:
+    def ask(self, record: bytes, *, soon: bool = False) -> None:
+        del soon
         self._record, self.is_open = record, True
-
-    def hurry(self) -> None: ...
 
     def answer(self) -> Answer:
         assert self.is_open, "an answer is read once for each question"
@@ -105,7 +104,8 @@ class DirectPoll:
         self._landing = torch.empty(0, device="cpu")
         self.is_open = False
 
-    def ask(self, record: bytes) -> None:
+    def ask(self, record: bytes, *, soon: bool = False) -> None:
+        del soon  # it goes at once
         if self.is_open:
             self.answer()
         self.is_open = True
@@ -118,9 +118,6 @@ class DirectPoll:
             if other != rank:
                 work.append(dist.irecv(self._landing[other], group=group, group_src=other, tag=self.tag))
                 work.append(dist.isend(own, group=group, group_dst=other, tag=self.tag))
-
-    def hurry(self) -> None:
-        """It went when it was asked."""
 
     def answer(self) -> Answer:
         assert self.is_open, "an answer is read once for each question"
@@ -144,12 +141,11 @@ class _HostPoll:
         self._record = b""
         self.is_open = False
 
-    def ask(self, record: bytes) -> None:
+    def ask(self, record: bytes, *, soon: bool = False) -> None:
         self._record, self.is_open = record, True
         self._hosts.ask(self._question, record, self._words(record))
-
-    def hurry(self) -> None:
-        self._hosts.start()
+        if soon:
+            self._hosts.start()
 
     def answer(self) -> Answer:
         assert self.is_open, "an answer is read once for each question"
