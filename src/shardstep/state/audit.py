@@ -29,7 +29,7 @@ class Audit:
         """Raise on all ranks if one holds something else. The host waits for the device."""
         names = ["the options in param_groups", *tensors]
         numbers = [checksum(tensor.detach()) for tensor in tensors.values()]
-        told = [int.from_bytes(blake2b("\n".join(options).encode(), digest_size=7).digest(), "big"), *_to_host(numbers)]
+        told = [int.from_bytes(blake2b("\n".join(options).encode(), digest_size=7).digest(), "big"), *to_host(numbers)]
         record = b"".join(number.to_bytes(_NBYTES, "big", signed=True) for number in told)
         self._poll.ask(record)
         answer = self._poll.answer()
@@ -49,7 +49,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _to_host(numbers: Sequence[torch.Tensor]) -> list[int]:
+def to_host(numbers: Sequence[torch.Tensor]) -> list[int]:
     """With one wait for each device."""
     by_device: dict[torch.device, list[int]] = {}
     for place, number in enumerate(numbers):
