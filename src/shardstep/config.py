@@ -11,6 +11,7 @@ from shardstep.planning import Layout
 
 GRADIENTS = ("shard", "keep")
 GATHER = ("wait", "overlap")
+MASTER = ("fp32", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class ShardConfig:
     ordered_sums: with Gloo gradients are summed in the order of the ranks, in float32 at least, in any case. With NCCL
         the sum is taken in the network, in the dtype of the wire and an order of NCCL's own, which is the same from run
         to run on the same machines. True: as with Gloo, by an all-to-all, at a price (docs/concepts.md).
+    master: of bf16 and fp16 parameters. "fp32": each rank keeps its pieces in float32 and steps those; parameters and
+        gradients travel in 16 bits. "none": they are stepped as they are, and small steps are lost to rounding.
     sync_buffers: whether module buffers (running means) follow rank 0 in every step.
     audit: every so many steps all ranks compare what they hold (parameters, buffers, options), and raise if one holds
         something else. The host waits for the device then. None: never.
@@ -41,6 +44,7 @@ class ShardConfig:
     gather: Literal["wait", "overlap"] = "wait"
     reduce_dtype: torch.dtype | None = None
     ordered_sums: bool = False
+    master: Literal["fp32", "none"] = "fp32"
     sync_buffers: bool = True
     audit: int | None = None
 
@@ -49,7 +53,11 @@ class ShardConfig:
             raise TypeError(f"layout must be a shardstep.Layout, got {self.layout!r}")
         if self.bucket_mb is not None and not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0, got {self.bucket_mb}")
-        for name, value, choices in (("gradients", self.gradients, GRADIENTS), ("gather", self.gather, GATHER)):
+        for name, value, choices in (
+            ("gradients", self.gradients, GRADIENTS),
+            ("gather", self.gather, GATHER),
+            ("master", self.master, MASTER),
+        ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
         if self.audit is not None and not (isinstance(self.audit, int) and self.audit >= 1):

@@ -30,6 +30,7 @@ from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import is_of_torch
+from shardstep.stepping.masters import Masters, has_narrow
 from shardstep.stepping.premises import Premises
 from shardstep.stepping.share import LocalShare
 from shardstep.stepping.two_streams import in_halves, two_streams
@@ -121,8 +122,13 @@ class Engine:
             self._recipe.layout,
             self._together,
             join=self._config.gradients == "shard",
+            masters=self._make_masters(groups),
         )
         self.share.build(groups, entries, self._counted)
+
+    def _make_masters(self, groups: ParamGroups) -> Masters | None:
+        wanted = self._config.master == "fp32" and has_narrow(params_of(groups))
+        return Masters(self._memory) if wanted else None
 
     def _connect(self, groups: ParamGroups, plan: Plan) -> None:
         """What talks to other ranks. Its messages are told apart by counting, so all ranks get here, or none."""

@@ -264,6 +264,11 @@ class ShardedOptimizer(Optimizer):
                 'call zero_grad() of the model or of the optimizer, or pass config=ShardConfig(gradients="keep")'
             )
 
+    def shows_memory_of(self, param: torch.Tensor) -> None:
+        """`param.data` is read, and may be written to."""
+        if self._ready and not self._closed and self._engine.share.masters is not None:
+            self._engine.share.masters.shown(param)
+
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

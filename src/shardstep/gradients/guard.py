@@ -21,6 +21,7 @@ from torch import nn
 
 _tensor: Any = torch.Tensor
 gradient_of: Any = _tensor.grad.__get__  # what is in `param.grad`, whatever the class of the parameter
+_data_of: Any = _tensor.data.__get__
 _MARK = "_shardstep_guards_grad"
 
 
@@ -30,6 +31,9 @@ class Owner(Protocol):
 
     def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
         """Somebody calls zero_grad() of a module with these parameters."""
+
+    def shows_memory_of(self, param: torch.Tensor) -> None:
+        """Somebody reads `param.data`, and may write to it: torch does not count such writes."""
 
 
 _owner_of: dict[int, weakref.ref[Owner]] = {}  # by the identity of a parameter
@@ -67,6 +71,13 @@ def _guarded(kind: type) -> type:
                 _look_elsewhere(target, sys._getframe(1))
         return gradient
 
+    def get_data(self: torch.Tensor) -> Any:
+        owner = _owner_of.get(id(self))
+        target = None if owner is None else owner()
+        if target is not None:
+            target.shows_memory_of(self)
+        return _data_of(self)
+
     def deep_copy(self: torch.Tensor, memo: Any) -> Any:
         """A copy is nobody's."""
         made: Any = kind.__deepcopy__(self, memo)  # type: ignore[attr-defined]
@@ -83,7 +94,15 @@ def _guarded(kind: type) -> type:
             self.__class__ = now
 
     grad = property(get, _tensor.grad.__set__, _tensor.grad.__delete__)
-    names = {"grad": grad, "__deepcopy__": deep_copy, "__repr__": as_text, "__module__": kind.__module__, _MARK: True}
+    data = property(get_data, _tensor.data.__set__)
+    names = {
+        "grad": grad,
+        "data": data,
+        "__deepcopy__": deep_copy,
+        "__repr__": as_text,
+        "__module__": kind.__module__,
+        _MARK: True,
+    }
     return type(kind)(kind.__name__, (kind,), names)
 
 

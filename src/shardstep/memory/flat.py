@@ -62,15 +62,16 @@ class FlatMemory:
                         move_in(param, home, _remedy(plan, segment.param))
                 self.buckets.append(BucketMemory(bucket, values[start : start + bucket.numel], rank))
                 start += bucket.numel
-        self._params = [params[index] for index in self.homes]
+        self.params = {index: params[index] for index in self.homes}
         self._expected = _whereabouts(list(self.homes.values()))
 
     def adopt(self) -> None:
         """Make the parameters views of the buffers again, if the program has given one other memory since."""
-        found = _whereabouts(self._params)
+        params = list(self.params.values())
+        found = _whereabouts(params)
         if found == self._expected:
             return
-        rows = zip(self._params, self.homes.items(), found, self._expected, strict=True)
+        rows = zip(params, self.homes.items(), found, self._expected, strict=True)
         for param, (index, view), place, expected in rows:
             if place != expected:
                 move_in(param, view, _remedy(self.plan, index))

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.memory.flat import BucketMemory, FlatMemory
+from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import dense_view
 from shardstep.planning import Layout, Piece, Plan
 from shardstep.planning.runs import Run, find_runs
 from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 from shardstep.stepping.local_optimizer import build, is_of_torch
+from shardstep.stepping.masters import MASTER, NARROW, Masters
 from shardstep.stepping.parts import PartedOptimizer, placeholder
 from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 
@@ -44,9 +45,11 @@ class LocalShare:
         together: Sequence[Sequence[int]],
         *,
         join: bool,
+        masters: Masters | None = None,
     ) -> None:
         self._class, self._defaults = optimizer_class, defaults
         self._plan, self._memory, self._layout, self._together = plan, memory, layout, together
+        self.masters = masters
         self._join = join and layout is Layout.FLAT and is_of_torch(optimizer_class)
         self.runs: list[tuple[Run, ...]] = []  # by bucket
         self.parked: dict[Piece, Entry] = {}  # state of frozen parameters
@@ -59,7 +62,7 @@ class LocalShare:
 
         `counted` is what the class has counted on itself; by default what it has in this share.
         """
-        rest = dict(entries)
+        rest = dict(entries) if self.masters is None else self.masters.fill(entries)
         counted = self.counted() if counted is None else counted
 
         def together(one: Piece, other: Piece) -> bool:
@@ -69,9 +72,7 @@ class LocalShare:
 
         buckets = self._memory.buckets
         self.runs = [find_runs(memory.placed, together) for memory in buckets]
-        self._tensors = [
-            [self._tensor_of(run, memory) for run in runs] for runs, memory in zip(self.runs, buckets, strict=True)
-        ]
+        self._tensors = [[self._tensor_of(run, number) for run in runs] for number, runs in enumerate(self.runs)]
         self.local = self._make_local(param_groups)
         for run, tensor in self._pairs():
             held = {piece: rest.pop(piece) for piece in run.pieces if piece in rest}
@@ -108,17 +109,22 @@ class LocalShare:
     def _may_join(self, piece: Piece, param_groups: ParamGroups) -> bool:
         home = self._memory.homes[piece.param]
         fused = param_groups[self._group_of(piece)].get("fused")
-        rounds_alike = home.is_cuda or (home.dtype in CUT_ANYWHERE and not fused)
+        cut_anywhere = home.dtype in CUT_ANYWHERE or (self.masters is not None and home.dtype in NARROW)
+        rounds_alike = home.is_cuda or (cut_anywhere and not fused)
         return self._join and home.dim() > 0 and rounds_alike
 
-    def _tensor_of(self, run: Run, memory: BucketMemory) -> torch.Tensor:
+    def _tensor_of(self, run: Run, bucket: int) -> torch.Tensor:
         """What the optimizer steps: a flat range, or a parameter in its own shape.
 
         A scalar keeps its shape in any layout: its state then looks like that of the plain optimizer.
         """
         home = self._memory.homes[run.pieces[0].param]
         whole = self._layout is Layout.WHOLE or home.dim() == 0
-        return (home if whole else memory.own[run.start : run.stop]).detach().requires_grad_()
+        if self.masters is None or bucket not in self.masters.values:
+            return (home if whole else self._memory.buckets[bucket].own[run.start : run.stop]).detach().requires_grad_()
+        master = self.masters.values[bucket]
+        shaped = dense_view(master, run.start, home) if whole else master[run.start : run.stop]
+        return shaped.requires_grad_()
 
     def _make_local(self, param_groups: ParamGroups) -> Optimizer:
         groups = [{key: value for key, value in g.items() if key != "param_names"} for g in param_groups]
@@ -143,6 +149,8 @@ class LocalShare:
         if not all(used) and any(len({used[p.param] for p in run.pieces}) > 1 for runs in self.runs for run in runs):
             self._join = False
             self.build(param_groups, self.entries())
+        if self.masters is not None:
+            self.masters.follow()
         assert self._parted is not None, "built"
         self._parted.begin(param_groups)
 
@@ -155,6 +163,8 @@ class LocalShare:
         ]
         assert self._parted is not None, "built"
         self._parted.step(group, shaped)
+        if self.masters is not None:
+            self.masters.write(self._together[group])
 
     def end(self, param_groups: ParamGroups) -> None:
         assert self._parted is not None, "built"
@@ -166,6 +176,8 @@ class LocalShare:
         self._parted.begin(param_groups)
         self._parted.switch(mode)
         self._parted.end(param_groups)
+        if self.masters is not None:
+            self.masters.write(self.masters.values)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -177,6 +189,9 @@ class LocalShare:
             if (entry := self.local.state.get(tensor))
             for piece, offset in zip(run.pieces, run.offsets, strict=True)
         }
+        if self.masters is not None:
+            for piece, values in self.masters.entries().items():
+                live.setdefault(piece, {})[MASTER] = values
         return {**self.parked, **live}
 
 
@@ -186,8 +201,11 @@ def _maker(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any
 
 
 def _like(gradient: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor | None:
-    """In the shape of what is stepped."""
-    return gradient if gradient is None or tensor.dim() == 1 else dense_view(gradient, 0, tensor)
+    """In the shape and the dtype of what is stepped."""
+    if gradient is None:
+        return None
+    wide = gradient if gradient.dtype is tensor.dtype else gradient.to(tensor.dtype)
+    return wide if tensor.dim() == 1 else dense_view(wide, 0, tensor)
 
 
 def _own_memory(entry: Mapping[str, Any]) -> Entry:

@@ -1,0 +1,107 @@
+"""fp32 masters of 16-bit parameters: of this rank's pieces, so that a job holds them once.
+
+The optimizer steps the masters. What they become is rounded into the parameters, and only that travels.
+
+[Note: who writes a weight] A program may write to a weight itself: it loads a checkpoint, clamps, averages. The master
+knows nothing of it, and the next step would undo it. So where a weight may have been written to, what is no longer the
+rounded master becomes the master. torch counts writes; of those through `.data` it does not know, but whoever makes one
+has asked for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardstep.memory.flat import FlatMemory
+from shardstep.memory.views import quickly
+from shardstep.planning import Piece
+from shardstep.stepping.entries import Entry
+
+NARROW = (torch.bfloat16, torch.float16)
+MASTER = "shardstep.master"  # in the state of a piece
+_tensor: Any = torch.Tensor
+_version_of: Any = _tensor._version.__get__
+
+
+class Masters:
+    """Of the buckets of 16-bit parameters; others have none, and are stepped where they lie."""
+
+    def __init__(self, memory: FlatMemory) -> None:
+        self._memory = memory
+        buckets = memory.buckets
+        self.values = {
+            number: bucket.own.detach().to(torch.float32)
+            for number, bucket in enumerate(buckets)
+            if bucket.values.dtype in NARROW
+        }
+        self._buckets_of: dict[int, list[int]] = {}
+        for number in self.values:
+            for segment in buckets[number].bucket.segments:
+                self._buckets_of.setdefault(segment.param, []).append(number)
+        self._params = [memory.params[index] for index in self._buckets_of]
+        self._versions = self._look()
+        self._to_compare: set[int] = set()  # buckets whose parameters may be something else than the masters
+
+    @property
+    def nbytes(self) -> int:
+        return sum(values.nbytes for values in self.values.values())
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def fill(self, entries: Mapping[Piece, Entry]) -> dict[Piece, Entry]:
+        """Take those in the state of pieces; returns the rest of it. They count if the weights are theirs."""
+        rest = {piece: {**entry} for piece, entry in entries.items()}
+        for number, values in self.values.items():
+            for piece, offset in self._memory.buckets[number].placed:
+                saved = rest.get(piece, {}).pop(MASTER, None)
+                if saved is not None:
+                    values[offset : offset + piece.numel].copy_(saved.reshape(-1))
+                    self._to_compare.add(number)
+        return {piece: entry for piece, entry in rest.items() if entry}
+
+    def entries(self) -> dict[Piece, torch.Tensor]:
+        """Views, by piece."""
+        return {
+            piece: values[offset : offset + piece.numel]
+            for number, values in self.values.items()
+            for piece, offset in self._memory.buckets[number].placed
+        }
+
+    # -- stepping -----------------------------------------------------------------------------------------------------
+
+    def shown(self, param: torch.Tensor) -> None:
+        """Somebody has asked for the memory of `param`, and may write to it."""
+        for index, other in zip(self._buckets_of, self._params, strict=True):
+            if other is param:
+                self._to_compare.update(self._buckets_of[index])
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Where the program has written to weights, the masters follow: see [Note: who writes a weight]."""
+        found = self._look()
+        if found != self._versions:
+            rows = zip(self._buckets_of.values(), found, self._versions, strict=True)
+            self._to_compare.update(bucket for buckets, new, old in rows if new != old for bucket in buckets)
+            self._versions = found
+        for number in self._to_compare:
+            own, values = self._memory.buckets[number].own, self.values[number]
+            values.copy_(torch.where(own == values.to(own.dtype), values, own.to(values.dtype)))
+        self._to_compare.clear()
+
+    @torch.no_grad()
+    def write(self, buckets: Iterable[int]) -> None:
+        """They were stepped: round them into the parameters."""
+        for number in buckets:
+            if number in self.values:
+                self._memory.buckets[number].own.copy_(self.values[number])
+
+    def _look(self) -> list[int]:
+        with quickly():
+            return list(map(_version_of, self._params))
+
+
+def has_narrow(params: Sequence[torch.Tensor]) -> bool:
+    return any(param.dtype in NARROW for param in params)

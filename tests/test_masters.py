@@ -1,0 +1,291 @@
+"""bf16 and fp16 parameters with fp32 masters, against masters that are kept by hand on every rank."""
+
+from __future__ import annotations
+
+import copy
+import io
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+import shardstep
+from as_collectives import by_collectives
+from fast_lane_training import SMALL_BUCKETS, Net, batch
+from shardstep import Layout, ShardConfig
+from shardstep.stepping.masters import MASTER
+from training import assert_ranks_equal
+
+BOTH_WAYS = pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
+SMALL = ShardConfig(bucket_mb=SMALL_BUCKETS)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    param = next(model.parameters())
+    return model(batch(step).to(param.dtype)).float().square().mean()
+
+
+class ByHand:
+    """Every rank keeps all masters, and steps them with the mean of all gradients, summed in fp32 by rank."""
+
+    def __init__(self, model: nn.Module, optimizer_class: Any, **options: Any) -> None:
+        self.params = list(model.parameters())
+        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
+        self.optimizer = optimizer_class(self.masters, **options)
+
+    def step(self) -> None:
+        for param, master in zip(self.params, self.masters, strict=True):
+            if param.grad is None:
+                master.grad = None
+                continue
+            rows = [torch.empty_like(param.grad) for _ in range(dist.get_world_size())]
+            dist.all_gather(rows, param.grad)
+            total = torch.zeros_like(master)
+            for row in rows:
+                total += row.float()
+            master.grad = (total / dist.get_world_size()).to(param.dtype).float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(self.params, self.masters, strict=True):
+                param.copy_(master)
+                param.grad = None
+
+
+def assert_equal(model: nn.Module, twin: nn.Module, context: str) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs), f"{context}: {name} differs by {(ours - theirs).abs().max()}"
+
+
+def trains_like_masters_by_hand(
+    dtype: torch.dtype, optimizer_class: Any, options: dict[str, Any], config: ShardConfig, collectives: bool
+) -> None:
+    model = Net().to(dtype)
+    twin = copy.deepcopy(model)
+    by_hand = ByHand(twin, optimizer_class, **options)
+    with by_collectives() if collectives else nullcontext():
+        opt = shardstep.shard(model, optimizer_class, config=config, **options)
+    for step in range(5):
+        for net in (model, twin):
+            net.second.requires_grad_(step != 2)  # a new plan, and back
+            loss_of(net, step).backward()
+        opt.step()
+        opt.zero_grad()
+        by_hand.step()
+    opt.synchronize()
+    assert_equal(model, twin, f"{config}")
+    assert_ranks_equal(list(model.parameters()))
+
+
+CONFIGS = {
+    "default": SMALL,
+    "whole": ShardConfig(bucket_mb=SMALL_BUCKETS, layout=Layout.WHOLE),
+    "overlap": ShardConfig(bucket_mb=SMALL_BUCKETS, gather="overlap"),
+    "keep": ShardConfig(bucket_mb=SMALL_BUCKETS, gradients="keep"),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_masters_are_stepped_and_parameters_are_their_rounding(workers, ranks, config):
+    options = {"lr": 1e-3, "weight_decay": 0.1}
+    workers(ranks).run(trains_like_masters_by_hand, torch.bfloat16, optim.AdamW, options, config, False)
+
+
+@pytest.mark.parametrize(("optimizer_class", "options"), [
+    (optim.SGD, {"lr": 0.01, "momentum": 0.9}), (optim.AdamW, {"lr": 1e-3, "fused": True}),
+    (optim.Adagrad, {"lr": 0.01}), (optim.AdamW, {"lr": 1e-3, "amsgrad": True, "foreach": True}),
+])  # fmt: skip
+def test_masters_of_other_optimizers(workers, optimizer_class, options):
+    workers(2).run(trains_like_masters_by_hand, torch.bfloat16, optimizer_class, options, SMALL, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_masters_with_collectives(workers, dtype):
+    """Ordered: the sum of the backend's own is in 16 bits."""
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True)
+    workers(3).run(trains_like_masters_by_hand, dtype, optim.AdamW, {"lr": 1e-3}, config, True)
+
+
+# -- what 16 bits lose -------------------------------------------------------------------------------------------------
+
+
+def goes_a_long_way(master: Any) -> float:
+    """Four hundred steps, each a tenth of what 16 bits can tell apart at 1.0."""
+    model = nn.Linear(8, 1, bias=False).bfloat16()
+    nn.init.ones_(model.weight)
+    opt = shardstep.shard(model, optim.SGD, lr=1.0, config=ShardConfig(master=master))
+    for _ in range(400):
+        (model.weight.float().sum() * 0.0004).backward()
+        opt.step()
+        opt.zero_grad()
+    return model.weight.detach().float().mean().item()
+
+
+@pytest.mark.filterwarnings("ignore:master=")
+def test_small_steps_are_lost_without_masters_and_not_with_them(workers):
+    for way in workers(2).run(goes_a_long_way, "none"):
+        assert way == 1.0
+    for way in workers(2).run(goes_a_long_way, "fp32"):
+        assert abs(way - (1 - 400 * 0.0004)) < 0.005
+
+
+# -- who writes a weight -----------------------------------------------------------------------------------------------
+
+
+def halves(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def halves_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.mul_(0.5)
+
+
+def replaces_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.5
+
+
+def loads(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def writes_state(model: nn.Module) -> None:
+    for value in model.state_dict().values():
+        value.mul_(0.5)
+
+
+WRITES = {write.__name__: write for write in (halves, halves_data, replaces_data, loads, writes_state)}
+
+
+def writes_between_steps(name: str, gather: Any) -> None:
+    model = Net().bfloat16()
+    twin = copy.deepcopy(model)
+    by_hand = ByHand(twin, optim.AdamW, lr=1e-3)
+    opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=ShardConfig(bucket_mb=SMALL_BUCKETS, gather=gather))
+    for step in range(4):
+        if step in (1, 2):
+            WRITES[name](model)
+            halves(twin)
+            with torch.no_grad():
+                for param, master in zip(by_hand.params, by_hand.masters, strict=True):
+                    # What the program did not change keeps its master: zeros, and what half of is itself.
+                    master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+        for net in (model, twin):
+            loss_of(net, step).backward()
+        opt.step()
+        opt.zero_grad()
+        by_hand.step()
+    opt.synchronize()
+    assert_equal(model, twin, name)
+
+
+@pytest.mark.parametrize("gather", ["wait", "overlap"])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_the_program_writes_to_a_weight_is_not_undone_by_its_master(workers, name, gather):
+    workers(2).run(writes_between_steps, name, gather)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def resumes(model_first: bool) -> None:
+    def trained(model: nn.Module, opt: Any, steps: range) -> None:
+        for step in steps:
+            loss_of(model, step).backward()
+            opt.step()
+            opt.zero_grad()
+
+    model = Net().bfloat16()
+    opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=SMALL)
+    trained(model, opt, range(3))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    trained(model, opt, range(3, 6))
+    other = Net().bfloat16()
+    with torch.no_grad():
+        for param in other.parameters():
+            param.add_(0.1)
+    resumed = shardstep.shard(other, optim.AdamW, lr=1e-3, config=SMALL)
+    if model_first:
+        other.load_state_dict(saved["model"])
+        resumed.load_state_dict(saved["opt"])
+    else:
+        resumed.load_state_dict(saved["opt"])
+        other.load_state_dict(saved["model"])
+    trained(other, resumed, range(3, 6))
+    assert_equal(other, model, f"model first: {model_first}")
+    assert all(MASTER in entry for entry in resumed.state.values())
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_masters_are_saved_and_loaded(workers, model_first):
+    workers(2).run(resumes, model_first)
+
+
+# -- what it takes -----------------------------------------------------------------------------------------------------
+
+
+def holds() -> tuple[int, int, int]:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]).bfloat16()
+    opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=ShardConfig(bucket_mb=0.1))
+    model(torch.ones(2, 256, dtype=torch.bfloat16)).sum().backward()
+    opt.step()
+    state = sum(
+        value.nbytes
+        for entry in opt.state.values()
+        for value in entry.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
+    shards = sum(shard.nbytes for shard in opt._engine.gradients.shards())
+    return state, shards, sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_masters_moments_and_gradients_take_fourteen_bytes_over_the_ranks(workers, ranks):
+    for state, shards, numel in workers(ranks).run(holds):
+        assert abs(state / (12 * numel / ranks) - 1) < 0.03
+        assert abs(shards / (2 * numel / ranks) - 1) < 0.03
+
+
+class Mixed(nn.Module):
+    """bf16 matrices, and norms in fp32 as many models keep them; an fp16 one for good measure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(7, 9).bfloat16()
+        self.norm = nn.LayerNorm(9)
+        self.last = nn.Linear(9, 3).half()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x.bfloat16()).float()).half())
+
+
+def trains_mixed(collectives: bool) -> None:
+    model = Mixed()
+    twin = copy.deepcopy(model)
+    by_hand = ByHand(twin, optim.AdamW, lr=1e-3)
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=collectives)
+    with by_collectives() if collectives else nullcontext():
+        opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=config)
+    for step in range(4):
+        for net in (model, twin):
+            net(batch(step)).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        by_hand.step()
+    assert_equal(model, twin, "mixed")
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dtypes_may_be_mixed(workers, ranks, collectives):
+    workers(ranks).run(trains_mixed, collectives)
