@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +18,7 @@ from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch
 from shardstep import Layout, ShardConfig
 from shardstep.stepping.masters import MASTER
-from training import assert_ranks_equal
+from training import assert_ranks_equal, raised
 
 BOTH_WAYS = pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
 SMALL = ShardConfig(bucket_mb=SMALL_BUCKETS)
@@ -228,6 +229,58 @@ def resumes(model_first: bool) -> None:
 @pytest.mark.parametrize("model_first", [True, False])
 def test_masters_are_saved_and_loaded(workers, model_first):
     workers(2).run(resumes, model_first)
+
+
+def begins_with_given_values() -> None:
+    """The ranks' own seeds differ: all take the first rank's, rounded and not."""
+    torch.manual_seed(10 + dist.get_rank())
+    source = nn.Sequential(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last), nn.Linear(5, 4), nn.LayerNorm(4))
+    values = copy.deepcopy(source.state_dict())
+    model = copy.deepcopy(source)
+    model[:2].bfloat16()
+    kept = copy.deepcopy(values)
+    opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=SMALL, masters_from=values)
+    assert all(torch.equal(value, kept[name]) for name, value in values.items())
+    for value in values.values():
+        dist.broadcast(value, 0)
+    whole = {spec.name: [] for spec in opt._engine.plan.params}
+    for piece, entry in opt._engine.share.entries().items():
+        whole[opt._engine.plan.params[piece.param].name].append((piece.start, entry[MASTER]))
+    for name, param in model.named_parameters():
+        for start, master in whole[name]:
+            order = (0, 2, 3, 1) if param.dim() == 4 else tuple(range(param.dim()))
+            assert torch.equal(master, values[name].permute(order).reshape(-1)[start : start + len(master)]), name
+    del values["1.bias"]
+    assert "masters_from has no 1.bias" in raised(lambda: shardstep.shard(model, optim.SGD, masters_from=values))[1]
+    values["1.bias"] = torch.ones(4)
+    text = raised(lambda: shardstep.shard(model, optim.SGD, masters_from=values))[1]
+    assert "masters_from['1.bias'] is not what 1.bias was rounded from" in text
+    if dist.get_world_size() > 1:
+        one: Any = {} if dist.get_rank() == 0 else None
+        text = raised(lambda: shardstep.shard(nn.Linear(3, 3), optim.SGD, masters_from=one))[1]
+        assert "<masters_from given: False> where rank 0 has <masters_from given: True>" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_masters_begin_with_the_values_that_the_caller_kept(workers, ranks):
+    workers(ranks).run(begins_with_given_values)
+
+
+def warns_that_it_stalls(lr: float) -> list[str]:
+    model = nn.Linear(30, 30).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardstep.shard(model, optim.AdamW, lr=lr, config=ShardConfig(master="none"))
+    return [str(warning.message) for warning in caught]
+
+
+def test_steps_that_vanish_in_rounding_are_said_once(workers):
+    (text,), nothing = workers(2).run(warns_that_it_stalls, 1e-4)
+    assert 'With lr=0.0001 most steps change nothing: use ShardConfig(master="fp32")' in text
+    assert not nothing
+    assert workers(2).run(warns_that_it_stalls, 0.1) == [[], []]
 
 
 # -- what it takes -----------------------------------------------------------------------------------------------------

@@ -401,6 +401,12 @@ class Engine:
         )
         gradients = sum(bucket.own.nbytes for bucket in self._memory.buckets)
         waiting = self.transport.waiting_nbytes(max(self.bucket_nbytes(), default=0))
+        if self.share.masters is not None:
+            state += self.share.masters.nbytes
+            # What is stepped together has its gradients in fp32 for that time, when none are waiting.
+            masters = self.share.masters.values
+            widened = [sum(masters[number].nbytes for number in group if number in masters) for group in self._together]
+            waiting = max(waiting, *widened)
         return sum(self.bucket_nbytes()) + state + gradients + int(min(waiting, sum(self.bucket_nbytes())))
 
 

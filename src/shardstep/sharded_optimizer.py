@@ -35,6 +35,7 @@ from shardstep.stepping.local_optimizer import (
     is_of_torch,
     without_params,
 )
+from shardstep.stepping.masters import Source, cut_masters, given_masters, why_it_stalls
 from shardstep.stepping.options import class_line, option_keys, option_lines
 from shardstep.stepping.probe import probe
 from shardstep.wire.agreement import Claim, Facts, agree
@@ -49,6 +50,7 @@ def shard(
     groups: Any = None,
     process_group: dist.ProcessGroup | None = None,
     config: ShardConfig | None = None,
+    masters_from: Source | None = None,
     **defaults: Any,
 ) -> ShardedOptimizer:
     """Train `model` on all ranks of `process_group` with one copy of the optimizer's state between them.
@@ -58,8 +60,11 @@ def shard(
 
     The model stays as it is: no wrapper. All ranks take the parameters and buffers of the group's first rank. `groups`
     are param groups, whose "params" may be tensors, names or patterns ("*.bias"). `defaults` go to `optimizer_class`.
+    bf16 and fp16 parameters are stepped by fp32 masters. These begin with what the parameters are; or with the values
+    in `masters_from`, which is the model's state_dict() from before it was made 16-bit, or such a model.
     """
-    return ShardedOptimizer(model, optimizer_class, groups, process_group, config or ShardConfig(), defaults)
+    config = config or ShardConfig()
+    return ShardedOptimizer(model, optimizer_class, groups, process_group, config, defaults, masters_from)
 
 
 class ShardedOptimizer(Optimizer):
@@ -73,26 +78,34 @@ class ShardedOptimizer(Optimizer):
         process_group: dist.ProcessGroup | None,
         config: ShardConfig,
         defaults: dict[str, Any],
+        masters_from: Source | None = None,
     ) -> None:
         self._ready = self._closed = False
         self._model, self._class, self._config = model, optimizer_class, config
         self._channel = channel = open_channel(process_group, accelerator_among(parameters_of(model)))
         failure, facts = None, Facts()
+        given: Mapping[int, torch.Tensor] = {}
         try:
-            facts = self._check(groups, defaults)
+            facts = self._check(groups, defaults, has_masters=masters_from is not None)
+            if masters_from is not None and config.master == "fp32":
+                given = given_masters(masters_from, self.param_groups)
         except Exception as error:
             failure = error
         agree(channel, Claim("shard(...)", failure, facts))
         close_earlier(model)  # its hooks would take the gradients away from this one
         self._engine = Engine(model, channel, Recipe(optimizer_class, defaults, self._layout), config)
         plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
-        self._engine.build(self.param_groups, plan, {}, "shard(...)")
+        params, broadcast = params_of(self.param_groups), self._engine.transport.broadcast
+        masters = cut_masters(given, params, plan, channel.rank, broadcast)
+        self._engine.build(self.param_groups, plan, masters, "shard(...)")
+        if config.master == "none" and channel.rank == 0 and (reason := why_it_stalls(self.param_groups)):
+            warnings.warn(reason, stacklevel=3)
         self._warn_if_uneven(plan)
         guard(self, params_of(self.param_groups))
         take(self)
         self._ready = True
 
-    def _check(self, groups: Any, defaults: dict[str, Any]) -> Facts:
+    def _check(self, groups: Any, defaults: dict[str, Any], *, has_masters: bool) -> Facts:
         check_model(self._model)
         refuse_ddp(self._model)
         check_optimizer_class(self._class, self._channel.world_size)
@@ -107,7 +120,7 @@ class ShardedOptimizer(Optimizer):
         copy_options(empty.param_groups, self.param_groups)
         self._defaults = defaults
         self._layout = self._choose_layout()
-        settings = [class_line(self._class), str(self._config), str(self._layout)]
+        settings = [class_line(self._class), str(self._config), str(self._layout), f"masters_from given: {has_masters}"]
         options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
         return Facts([*settings, *map(str, read_specs(self.param_groups)), *options])
 

@@ -10,14 +10,15 @@ has asked for that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from shardstep.memory.flat import FlatMemory
-from shardstep.memory.views import quickly
-from shardstep.planning import Piece
+from shardstep.memory.views import flat_gradient, quickly
+from shardstep.planning import Piece, Plan, read_specs
 from shardstep.stepping.entries import Entry
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -101,6 +102,70 @@ class Masters:
     def _look(self) -> list[int]:
         with quickly():
             return list(map(_version_of, self._params))
+
+
+Source = nn.Module | Mapping[str, torch.Tensor]
+
+
+def given_masters(source: Source, groups: Sequence[Mapping[str, Any]]) -> dict[int, torch.Tensor]:
+    """The values of `source` for the 16-bit parameters, by place; ValueError if one is missing or is another's."""
+    values = source.state_dict() if isinstance(source, nn.Module) else source
+    params = [param for group in groups for param in group["params"]]
+    found: dict[int, torch.Tensor] = {}
+    for place, (spec, param) in enumerate(zip(read_specs(groups), params, strict=True)):
+        if param.dtype not in NARROW:
+            continue
+        value = values.get(spec.name)
+        if value is None:
+            raise ValueError(
+                f"masters_from has no {spec.name}; it is the model's state_dict() before it was made 16-bit"
+            )
+        if value.shape != param.shape or not torch.equal(value.to(param), param.detach()):
+            raise ValueError(
+                f"masters_from[{spec.name!r}] is not what {spec.name} was rounded from: take state_dict() of the same "
+                "model, copied before .bfloat16() or .half()"
+            )
+        found[place] = value.detach()
+    return found
+
+
+@torch.no_grad()
+def cut_masters(
+    given: Mapping[int, torch.Tensor],
+    params: Sequence[torch.Tensor],
+    plan: Plan,
+    rank: int,
+    broadcast: Callable[[Sequence[torch.Tensor]], None],
+) -> dict[Piece, Entry]:
+    """Those of this rank's pieces, as the group's first rank has them."""
+    own: dict[int, list[Piece]] = {}
+    for piece in plan.pieces_of(rank):
+        own.setdefault(piece.param, []).append(piece)
+    entries: dict[Piece, Entry] = {}
+    for place, value in given.items():
+        # One at a time, so that there is never a second model; a copy, because it is the caller's.
+        flat = flat_gradient(params[place], value.to(params[place].device, torch.float32, copy=True)).clone()
+        broadcast([flat])
+        for piece in own.get(place, ()):
+            entries[piece] = {MASTER: flat[piece.start : piece.stop].clone()}
+    return entries
+
+
+def why_it_stalls(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """Without masters: whether steps of the learning rate's size vanish in the rounding of weights as they are."""
+    for group in groups:
+        lr, params = group.get("lr"), [param.detach() for param in group["params"] if param.dtype in NARROW]
+        if not isinstance(lr, int | float) or not params:
+            continue
+        usual = sum(param.abs().sum(dtype=torch.float32).item() for param in params) / sum(p.numel() for p in params)
+        least = usual * torch.finfo(params[0].dtype).eps / 2
+        if 0 < lr < least:
+            return (
+                f'master="none": weights of {params[0].dtype} are about {usual:.1e} here, and what is less than '
+                f"{least:.1e} is lost when it is added to one. With lr={lr:g} most steps change nothing: use "
+                'ShardConfig(master="fp32")'
+            )
+    return None
 
 
 def has_narrow(params: Sequence[torch.Tensor]) -> bool:
