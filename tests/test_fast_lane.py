@@ -73,7 +73,7 @@ def chooses_layouts() -> None:
         (NormScaled, {}, Layout.WHOLE),
     ):
         opt = shardstep.shard(Matrices(), optimizer_class, lr=0.01, **options)
-        assert opt._layout is expected, optimizer_class
+        assert opt._layouts == [expected], optimizer_class
         assert_trains_like_ddp(Matrices, optimizer_class, {"lr": 0.01, **options})
         if expected is Layout.WHOLE:
             kind, text = raised(

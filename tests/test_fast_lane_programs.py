@@ -72,7 +72,8 @@ def takes_groups() -> None:
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     for bad, word in (
-        ([{"params": "first.*"}], "no group has"),
+        ([{"params": "first.*"}, {"params": "*.weight"}], "groups[0] and groups[1] both ask for first.weight"),
+        ([{"params": "rest"}, {"params": "*"}], "groups[0] and groups[1] both ask for the rest"),
         ([{"params": "frist.*"}], "no parameter is called"),
         ([{"params": [torch.zeros(2)]}], "not in the model"),
     ):

@@ -112,18 +112,20 @@ def _tensors(param_groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
     return [param for group in param_groups for param in group["params"]]
 
 
-def read_groups(model: nn.Module, groups: Any) -> list[dict[str, Any]]:
+def read_groups(model: nn.Module, groups: Any) -> tuple[list[dict[str, Any]], list[str]]:
     """The param groups of a model, with names; `groups` are dicts whose "params" are tensors, names or name patterns.
 
-    A parameter goes to the first group that asks for it. All parameters must be asked for, frozen ones excepted.
+    "rest" (or "*") are all that no other group asks for; a parameter may be asked for once. Also returned: trainable
+    parameters that nobody asks for.
     """
     named = dict(model.named_parameters())
     if not named:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to optimize")
     if groups is None:
-        return [{"params": list(named.values()), "param_names": list(named)}]
+        return [{"params": list(named.values()), "param_names": list(named)}], []
     name_of = {param: name for name, param in named.items()}
-    left = dict(named)
+    group_of: dict[str, int] = {}
+    rest: list[int] = []
     found: list[dict[str, Any]] = []
     for number, group in enumerate(groups):
         if not isinstance(group, dict) or "params" not in group:
@@ -132,16 +134,27 @@ def read_groups(model: nn.Module, groups: Any) -> list[dict[str, Any]]:
         wishes = [asked] if isinstance(asked, str | torch.Tensor) else list(asked)
         names: list[str] = []
         for wish in wishes:
-            names.extend(name for name in _matches(wish, number, named, name_of) if left.pop(name, None) is not None)
+            if isinstance(wish, str) and wish in _REST:
+                rest.append(number)
+                continue
+            for name in _matches(wish, number, named, name_of):
+                if group_of.setdefault(name, number) != number:
+                    raise ValueError(f"groups[{group_of[name]}] and groups[{number}] both ask for {name}")
+                names.append(name)
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        found.append({**options, "params": [named[name] for name in names], "param_names": names})
-    forgotten = [name for name, param in left.items() if param.requires_grad]
-    if forgotten:
-        raise ValueError(
-            f"no group has {', '.join(forgotten[:5])}{' and others' if len(forgotten) > 5 else ''}; "
-            'add a group {"params": "*"} for the rest, or freeze them with requires_grad_(False)'
-        )
-    return found
+        found.append({**options, "params": [], "param_names": list(dict.fromkeys(names))})
+    if len(rest) > 1:
+        raise ValueError(f"groups[{rest[0]}] and groups[{rest[1]}] both ask for the rest")
+    left = [name for name in named if name not in group_of]
+    if rest:
+        found[rest[0]]["param_names"] += left
+        left = []
+    for group in found:
+        group["params"] = [named[name] for name in group["param_names"]]
+    return found, [name for name in left if named[name].requires_grad]
+
+
+_REST = ("rest", "*")
 
 
 def _matches(wish: Any, number: int, named: Mapping[str, Any], name_of: Mapping[Any, str]) -> list[str]:

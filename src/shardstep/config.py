@@ -33,6 +33,8 @@ class ShardConfig:
         to run on the same machines. True: as with Gloo, by an all-to-all, at a price (docs/concepts.md).
     master: of bf16 and fp16 parameters. "fp32": each rank keeps its pieces in float32 and steps those; parameters and
         gradients travel in 16 bits. "none": they are stepped as they are, and small steps are lost to rounding.
+    ema: keep an exponential moving average of the weights with this decay, 1/N of it on each of N ranks;
+        `with opt.ema():` the model has it.
     sync_buffers: whether module buffers (running means) follow rank 0 in every step.
     audit: every so many steps all ranks compare what they hold (parameters, buffers, options), and raise if one holds
         something else. The host waits for the device then. None: never.
@@ -45,6 +47,7 @@ class ShardConfig:
     reduce_dtype: torch.dtype | None = None
     ordered_sums: bool = False
     master: Literal["fp32", "none"] = "fp32"
+    ema: float | None = None
     sync_buffers: bool = True
     audit: int | None = None
 
@@ -60,6 +63,8 @@ class ShardConfig:
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise ValueError(f"ema is a decay of at least 0 and below 1, got {self.ema}")
         if self.audit is not None and not (isinstance(self.audit, int) and self.audit >= 1):
             raise ValueError(f"audit must be a number of steps, at least 1, got {self.audit!r}")
         if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:

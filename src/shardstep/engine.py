@@ -9,9 +9,9 @@ When the facts change (a parameter is frozen, a group is added) a new plan is ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from shardstep.owners import check_unowned
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
+from shardstep.stepping.average import Average
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import is_of_torch
 from shardstep.stepping.masters import Masters, has_narrow
@@ -52,7 +53,7 @@ class Recipe:
 
     optimizer_class: type[Optimizer]
     defaults: Mapping[str, Any]
-    layout: Layout
+    layouts: Sequence[Layout]  # of each group
 
 
 class Engine:
@@ -86,7 +87,7 @@ class Engine:
         # Gradients come from the last layer to the first, and so lie the buckets.
         return make_plan(
             specs,
-            self._recipe.layout,
+            self._recipe.layouts,
             world_size=self.channel.world_size,
             bucket_numel=max(int(sizes.usual / itemsize), 1),
             end_numel=int(sizes.ends / itemsize) if sizes.ends else None,
@@ -114,15 +115,18 @@ class Engine:
         self._streams = two_streams(own, groups) if is_of_torch(self._recipe.optimizer_class) else None
         if self._streams is not None:
             self._together = in_halves(self._together)
+        masters = self._make_masters(groups)
+        decay = self._config.ema
         self.share = LocalShare(
             self._recipe.optimizer_class,
             self._recipe.defaults,
             plan,
             self._memory,
-            self._recipe.layout,
+            self._recipe.layouts,
             self._together,
             join=self._config.gradients == "shard",
-            masters=self._make_masters(groups),
+            masters=masters,
+            average=None if decay is None else Average(self._memory, decay, masters),
         )
         self.share.build(groups, entries, self._counted)
 
@@ -155,6 +159,10 @@ class Engine:
                 for segment in bucket.segments:
                     buckets_of.setdefault(params[segment.param], []).append(number)
             self._arrivals = Arrivals(self._model, buckets_of, self.wait_for, self.synchronize, self._readers)
+
+    def take_layouts(self, layouts: Sequence[Layout]) -> None:
+        """Of all groups; some were added."""
+        self._recipe = replace(self._recipe, layouts=layouts)
 
     def replan(self, groups: ParamGroups, trainable: Sequence[bool]) -> None:
         """Make a new plan and move what changes its holder. Called on all ranks, which have agreed on `trainable`."""
@@ -315,16 +323,32 @@ class Engine:
 
     def switch(self, groups: ParamGroups, mode: str) -> None:
         """`train()` or `eval()` of the class, which may change weights: this rank's share, and then all of it."""
+        self._give_all(f"{mode}()", lambda: self.share.switch(groups, mode))
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, all ranks' parameters are the average. On all ranks."""
+        average = self.share.average
+        if average is None:
+            raise RuntimeError("there is no average: pass config=ShardConfig(ema=0.999)")
+        self._give_all("ema()", average.swap_in)
+        try:
+            yield
+        finally:
+            self._give_all("the end of ema()", average.swap_out)
+
+    def _give_all(self, action: str, change: Callable[[], None]) -> None:
+        """Change this rank's share, on all ranks, and give it to everyone."""
         self.synchronize()
-        agree(self.channel, Claim(f"{mode}()", None, Facts([mode])))
+        agree(self.channel, Claim(action, None, Facts([action])))
         for gather in self._gathers:
             gather.expect()
         failure = None
         try:
-            self.share.switch(groups, mode)
+            change()
         except Exception as error:
             failure = error
-        self._agreement.claim(Claim(f"{mode}()", failure, self._facts))
+        self._agreement.claim(Claim(action, failure, self._facts))
         for buckets in self._together:
             self._send(buckets)
         self.synchronize()
@@ -401,8 +425,8 @@ class Engine:
         )
         gradients = sum(bucket.own.nbytes for bucket in self._memory.buckets)
         waiting = self.transport.waiting_nbytes(max(self.bucket_nbytes(), default=0))
+        state += sum(slot.nbytes for slot in self.share.slots)
         if self.share.masters is not None:
-            state += self.share.masters.nbytes
             # What is stepped together has its gradients in fp32 for that time, when none are waiting.
             masters = self.share.masters.values
             widened = [sum(masters[number].nbytes for number in group if number in masters) for group in self._together]

@@ -33,11 +33,18 @@ def take(owner: Owner) -> None:
     _owners.add(owner)
 
 
-def close_earlier(model: nn.Module) -> None:
-    """Whoever has sharded this very module before lets go of it."""
+def close_earlier(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Whoever has sharded these parameters of this very module before lets go of it."""
+    params = _by_id(groups)
     for owner in _open_owners():
-        if owner.model is model:
+        if owner.model is model and not params.keys().isdisjoint(_by_id(owner.param_groups)):
             owner.close()
+
+
+def owned_in(model: nn.Module) -> set[torch.Tensor]:
+    """Parameters of this module that an optimizer has."""
+    owners = [owner for owner in _open_owners() if owner.model is model]
+    return {param for owner in owners for group in owner.param_groups for param in group["params"]}
 
 
 def check_unowned(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> None:

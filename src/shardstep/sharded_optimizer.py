@@ -21,23 +21,25 @@ from shardstep.engine import Engine, Recipe, params_of, trainable_of
 from shardstep.gradients.guard import guard, release
 from shardstep.gradients.norms import norms_by_parameter, total_norm
 from shardstep.gradients.wrapped import refuse_ddp
-from shardstep.owners import check_unowned, close_earlier, take
+from shardstep.owners import check_unowned, close_earlier, owned_in, take
 from shardstep.planning import Layout, Piece, Plan, read_specs
 from shardstep.state.resharding import cut_whole, read_shard
 from shardstep.state.state_dict import ShownState, check_saved_groups, check_state_dict, pack_groups
 from shardstep.stepping.entries import Entry, join_entries
-from shardstep.stepping.known import choose_layout, is_uneven, qualified_name
+from shardstep.stepping.known import choose_layout, is_uneven
 from shardstep.stepping.local_optimizer import (
     build,
     check_optimizer_class,
     check_takes_no_closure,
     copy_options,
     is_of_torch,
+    qualified_name,
     without_params,
 )
 from shardstep.stepping.masters import Source, cut_masters, given_masters, why_it_stalls
 from shardstep.stepping.options import class_line, option_keys, option_lines
 from shardstep.stepping.probe import probe
+from shardstep.stepping.several import check_class, class_of, read_classes, required, without_class
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
 from shardstep.wire.turns import Turn
@@ -45,7 +47,7 @@ from shardstep.wire.turns import Turn
 
 def shard(
     model: nn.Module,
-    optimizer_class: type[Optimizer],
+    optimizer_class: type[Optimizer] | None = None,
     *,
     groups: Any = None,
     process_group: dist.ProcessGroup | None = None,
@@ -59,7 +61,12 @@ def shard(
         loss.backward(); opt.clip_grad_norm_(1.0); opt.step(); opt.zero_grad()
 
     The model stays as it is: no wrapper. All ranks take the parameters and buffers of the group's first rank. `groups`
-    are param groups, whose "params" may be tensors, names or patterns ("*.bias"). `defaults` go to `optimizer_class`.
+    are param groups, whose "params" may be tensors, names or patterns ("*.bias"), or "rest". `defaults` go to
+    `optimizer_class`. A group may have a class of its own, with options of its own:
+
+        groups=[{"params": "blocks.*.weight", "optimizer": torch.optim.Muon, "lr": 0.02},
+                {"params": "rest", "optimizer": torch.optim.AdamW, "lr": 3e-4}]
+
     bf16 and fp16 parameters are stepped by fp32 masters. These begin with what the parameters are; or with the values
     in `masters_from`, which is the model's state_dict() from before it was made 16-bit, or such a model.
     """
@@ -73,27 +80,28 @@ class ShardedOptimizer(Optimizer):
     def __init__(
         self,
         model: nn.Module,
-        optimizer_class: type[Optimizer],
+        optimizer_class: type[Optimizer] | None,
         groups: Any,
         process_group: dist.ProcessGroup | None,
         config: ShardConfig,
         defaults: dict[str, Any],
         masters_from: Source | None = None,
     ) -> None:
-        self._ready = self._closed = False
-        self._model, self._class, self._config = model, optimizer_class, config
+        self._ready = self._closed = self._is_averaged = False
+        self._model, self._config = model, config
         self._channel = channel = open_channel(process_group, accelerator_among(parameters_of(model)))
         failure, facts = None, Facts()
         given: Mapping[int, torch.Tensor] = {}
         try:
-            facts = self._check(groups, defaults, has_masters=masters_from is not None)
+            self._class, groups, self._defaults = read_classes(optimizer_class, groups, defaults)
+            facts = self._check(groups, has_masters=masters_from is not None)
             if masters_from is not None and config.master == "fp32":
                 given = given_masters(masters_from, self.param_groups)
         except Exception as error:
             failure = error
         agree(channel, Claim("shard(...)", failure, facts))
-        close_earlier(model)  # its hooks would take the gradients away from this one
-        self._engine = Engine(model, channel, Recipe(optimizer_class, defaults, self._layout), config)
+        close_earlier(model, self.param_groups)  # its hooks would take the gradients away from this one
+        self._engine = Engine(model, channel, Recipe(self._class, self._defaults, self._layouts), config)
         plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
         params, broadcast = params_of(self.param_groups), self._engine.transport.broadcast
         masters = cut_masters(given, params, plan, channel.rank, broadcast)
@@ -105,33 +113,42 @@ class ShardedOptimizer(Optimizer):
         take(self)
         self._ready = True
 
-    def _check(self, groups: Any, defaults: dict[str, Any], *, has_masters: bool) -> Facts:
+    def _check(self, groups: Any, *, has_masters: bool) -> Facts:
         check_model(self._model)
         refuse_ddp(self._model)
         check_optimizer_class(self._class, self._channel.world_size)
         check_takes_no_closure(self._class)
-        chosen = read_groups(self._model, groups)
+        chosen, self._left_out = read_groups(self._model, groups)
+        self._check_left_out(allowed=not getattr(self._class, "inner_classes", ()))
         check_parameters(chosen, allow_mixed_dtypes=True)
         check_unowned(chosen, self._model)
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
-        empty = build(self._class, without_params(chosen), defaults, {})
+        empty = build(self._class, without_params(chosen), self._defaults, {})
         super().__init__(chosen, dict(empty.defaults))
         # And of the options of the groups: some keep their learning rate in a tensor, and refuse a number in its place.
         copy_options(empty.param_groups, self.param_groups)
-        self._defaults = defaults
-        self._layout = self._choose_layout()
-        settings = [class_line(self._class), str(self._config), str(self._layout), f"masters_from given: {has_masters}"]
+        self._layouts = self._choose_layouts()
+        settings = [class_line(self._class), str(self._config), *map(str, self._layouts)]
+        settings.append(f"masters_from given: {has_masters}")
         options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
         return Facts([*settings, *map(str, read_specs(self.param_groups)), *options])
 
-    def _choose_layout(self) -> Layout:
-        device, of_torch = params_of(self.param_groups)[0].device, is_of_torch(self._class)
-        self._finding = probe(self._class, self._defaults, self.param_groups, device, of_torch=of_torch)
-        return choose_layout(self._config.layout, self._class, self._finding)
+    def _choose_layouts(self) -> list[Layout]:
+        """Of each group: the same for all that one class steps."""
+        device = params_of(self.param_groups)[0].device
+        chosen: dict[Any, Layout] = {}
+        self._could_be_cut = False
+        for kind in dict.fromkeys(class_of(self._class, group) for group in self.param_groups):
+            own = [without_class(group) for group in self.param_groups if class_of(self._class, group) is kind]
+            defaults = self._defaults if kind is self._class else required(kind, own[0])
+            finding = probe(kind, defaults, own, device, of_torch=is_of_torch(kind))
+            chosen[kind] = choose_layout(self._config.layout, kind, finding)
+            self._could_be_cut |= chosen[kind] is Layout.WHOLE and finding.is_elementwise
+        return [chosen[class_of(self._class, group)] for group in self.param_groups]
 
     def _warn_if_uneven(self, plan: Plan) -> None:
         """A whole parameter can be too much for one rank; if it could be cut the caller is told, once for all ranks."""
-        could_be_cut = self._layout is Layout.WHOLE is not self._config.layout and self._finding.is_elementwise
+        could_be_cut = self._could_be_cut and self._config.layout is not Layout.WHOLE
         if could_be_cut and self._channel.rank == 0 and is_uneven(held := plan.held()):
             warnings.warn(
                 f"{qualified_name(self._class)} is not known to treat every element alone, so parameters are not cut: "
@@ -182,14 +199,47 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         if self._closed:
             raise RuntimeError("this optimizer was closed: shard(...) was called again on its model, or close()")
+        self._check_not_averaged()
+        if self._left_out:
+            self._check_left_out(allowed=False)
         self._engine.step(self.param_groups)
         return loss
+
+    def _check_left_out(self, *, allowed: bool) -> None:
+        """Raise if nobody steps a trainable parameter. It is `allowed` at first: another optimizer may take it."""
+        named = dict(self._model.named_parameters())
+        others = owned_in(self._model)
+        left = [name for name in self._left_out if named[name] not in others and named[name].requires_grad]
+        if left and not allowed:
+            raise ValueError(
+                f"no group has {', '.join(left[:5])}{' and others' if len(left) > 5 else ''}: add a group "
+                '{"params": "rest"}, shard them with another optimizer, or freeze them with requires_grad_(False)'
+            )
+        if not left or not allowed:
+            self._left_out = []
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval`, if the class has them (schedule-free ones do). They change weights: call on all ranks."""
         if name in ("train", "eval") and hasattr(vars(self).get("_class"), name) and not self._closed:
             return partial(self._engine.switch, self.param_groups, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @contextmanager
+    def ema(self) -> Iterator[None]:
+        """Inside, the model has the average of its weights that ShardConfig(ema=...) keeps. On all ranks.
+
+        What is written to weights inside is lost at its end, and they are not stepped there.
+        """
+        self._is_averaged = True
+        try:
+            with self._engine.averaged():
+                yield
+        finally:
+            self._is_averaged = False
+
+    def _check_not_averaged(self) -> None:
+        if self._is_averaged:
+            raise RuntimeError("inside ema() the model has averages of its weights: step, load and add groups outside")
 
     def synchronize(self) -> None:
         """Return when the weights of the last step are complete; raise if a rank failed in it.
@@ -289,15 +339,20 @@ class ShardedOptimizer(Optimizer):
         if not self._ready:  # torch.optim.Optimizer's constructor
             super().add_param_group(param_group)
             return
+        self._check_not_averaged()
         self.synchronize()
         self._engine.gradients.settle(None)  # a rank that made no pass makes up for it: the others wait for its part
-        failure, facts = None, Facts()
+        failure, facts, layouts = None, Facts(), self._layouts
         before = list(self.param_groups)
         try:
             super().add_param_group(self._named(read_group(param_group)))
             check_parameters(self.param_groups, allow_mixed_dtypes=True)
             check_unowned(self.param_groups[-1:], self._model)
-            if self._choose_layout() is not self._layout:
+            check_class(self._class, self.param_groups[-1])
+            empty = build(self._class, without_params(self.param_groups[-1:]), self._defaults, {})
+            copy_options(empty.param_groups, self.param_groups[-1:])
+            layouts = self._choose_layouts()
+            if layouts[: len(self._layouts)] != self._layouts:
                 raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
             options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
             facts = Facts([*map(str, read_specs(self.param_groups)), *options])
@@ -308,6 +363,8 @@ class ShardedOptimizer(Optimizer):
         except Exception:
             self.param_groups = before
             raise
+        self._layouts = layouts
+        self._engine.take_layouts(layouts)
         with torch.no_grad():
             self._engine.transport.broadcast(self.param_groups[-1]["params"])
         self._engine.replan(self.param_groups, trainable_of(self.param_groups))
@@ -360,6 +417,7 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, or the state_dict of the plain optimizer. On all ranks."""
+        self._check_not_averaged()
         self.synchronize()
         failure, plan = None, self._engine.plan
         entries: dict[Piece, Entry] = {}
@@ -376,7 +434,11 @@ class ShardedOptimizer(Optimizer):
             else:
                 sizes = [len(group["params"]) for group in self.param_groups]
                 keys = check_state_dict(state_dict, plan.params, sizes, type(self._engine.share.local))
-                flat = params_of(self.param_groups) if self._layout is Layout.FLAT else None
+                flat = [
+                    param if layout is Layout.FLAT else None
+                    for group, layout in zip(self.param_groups, self._layouts, strict=True)
+                    for param in group["params"]
+                ]
                 entries = cut_whole(state_dict["state"], keys, plan, self._channel.rank, flat)
             copy_options(state_dict["param_groups"], self.param_groups)
         except Exception as error:

@@ -12,11 +12,12 @@ from shardstep.planning.problems import find_problems
 from shardstep.planning.spec import ParamSpec
 
 _Classes = dict[tuple[str, str, bool], list[int]]
+_Found = tuple[Bucket, bool]  # a bucket, and whether it travels
 
 
 def make_plan(
     specs: Sequence[ParamSpec],
-    layout: Layout,
+    layout: Layout | Sequence[Layout],
     *,
     world_size: int,
     bucket_numel: int | None = None,
@@ -25,7 +26,7 @@ def make_plan(
     holders: Sequence[int] | None = None,
     order: Sequence[int] | None = None,
 ) -> Plan:
-    """Share out `specs` over `world_size` ranks.
+    """Share out `specs` over `world_size` ranks; `layout` of all of them, or of each group.
 
     `order` is that in which the parameters lie in the buckets, by default that of `specs`.
 
@@ -39,19 +40,25 @@ def make_plan(
         raise ValueError(
             f"world_size, alignment and bucket_numel must be at least 1, got {world_size}, {alignment}, {bucket_numel}"
         )
-    if layout is Layout.AUTO:
-        raise ValueError("Layout.AUTO is a wish: ask shardstep.stepping.probe which layout the optimizer tolerates")
-    classes: _Classes = {}
-    for index in range(len(specs)) if order is None else order:
-        spec = specs[index]
-        classes.setdefault((spec.device, spec.dtype, spec.trainable), []).append(index)
-    ends = {index for members in classes.values() for index in _set_apart(specs, members, end_numel)}
-    if layout is Layout.WHOLE:
-        dealt = deal_whole(specs, world_size) if holders is None else list(enumerate(holders))
-        rows = _whole_buckets(specs, classes, world_size, bucket_numel, ends, alignment, dealt)
+    order = range(len(specs)) if order is None else order
+    whole, flat = _classes(specs, layout, order)
+    ends = {
+        index
+        for classes in (whole, flat)
+        for members in classes.values()
+        for index in _set_apart(specs, members, end_numel)
+    }
+    if holders is None:
+        kept = sorted(index for members in whole.values() for index in members)
+        dealt = [(kept[place], rank) for place, rank in deal_whole([specs[index] for index in kept], world_size)]
     else:
-        rows = _flat_buckets(specs, classes, world_size, bucket_numel, ends, alignment)
-    found = list(rows)
+        dealt = list(enumerate(holders))
+    found = [
+        *_whole_buckets(specs, whole, world_size, bucket_numel, ends, alignment, dealt),
+        *_flat_buckets(specs, flat, world_size, bucket_numel, ends, alignment),
+    ]
+    if len(whole) + len(flat) > 1:
+        found = _as_they_fill(found, order)
     plan = Plan(
         tuple(specs),
         tuple(bucket for bucket, trainable in found if trainable),
@@ -60,6 +67,39 @@ def make_plan(
     )
     _raise_if_any(find_problems(plan))
     return plan
+
+
+def _classes(
+    specs: Sequence[ParamSpec], layout: Layout | Sequence[Layout], order: Sequence[int]
+) -> tuple[_Classes, _Classes]:
+    """What may share a bucket: of parameters that stay whole, and of those that are cut."""
+    found: dict[Layout, _Classes] = {Layout.WHOLE: {}, Layout.FLAT: {}}
+    for index in order:
+        spec = specs[index]
+        kind = layout if isinstance(layout, Layout) else layout[spec.group]
+        if kind is Layout.AUTO:
+            raise ValueError("Layout.AUTO is a wish: ask shardstep.stepping.probe which layout the optimizer tolerates")
+        found[kind].setdefault((spec.device, spec.dtype, spec.trainable), []).append(index)
+    return found[Layout.WHOLE], found[Layout.FLAT]
+
+
+def _as_they_fill(found: Sequence[_Found], order: Sequence[int]) -> list[_Found]:
+    """In the order in which they are complete when parameters come in `order`: so they are sent.
+
+    Buckets that lie one behind the other stay together.
+    """
+    place = {param: number for number, param in enumerate(order)}
+    stretches: list[list[_Found]] = []
+    for row in found:
+        if stretches and row[0].follows:
+            stretches[-1].append(row)
+        else:
+            stretches.append([row])
+
+    def complete(stretch: Sequence[_Found]) -> int:
+        return max((place[segment.param] for bucket, _ in stretch for segment in bucket.segments), default=0)
+
+    return [row for stretch in sorted(stretches, key=complete) for row in stretch]
 
 
 def plan_from_json(text: str) -> Plan:

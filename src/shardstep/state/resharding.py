@@ -96,19 +96,19 @@ class _Holders:
 
 
 def cut_whole(
-    state: Mapping[Any, Any], keys: Sequence[Any], plan: Plan, rank: int, params: Sequence[torch.Tensor] | None
+    state: Mapping[Any, Any], keys: Sequence[Any], plan: Plan, rank: int, params: Sequence[torch.Tensor | None]
 ) -> dict[Piece, Entry]:
     """What a rank takes from the state_dict of the plain optimizer; `keys[i]` is the saved key of parameter i.
 
-    `params`: tensors in a parameter's shape become flat, in the order of its memory; None: they keep their shape.
+    `params`: tensors in a parameter's shape become flat, in the order of its memory; where None, they keep it.
     """
     found: dict[Piece, Entry] = {}
     for piece in plan.pieces_of(rank):
         if state.get(keys[piece.param]):
             whole = Piece(piece.param, 0, plan.params[piece.param].numel, rank)
             entry = state[keys[piece.param]]
-            if params is not None:
-                param = params[piece.param]
+            param = params[piece.param]
+            if param is not None:
                 entry = {n: flat_gradient(param, v) if _has_shape_of(v, param) else v for n, v in entry.items()}
             found[piece] = cut_entry(entry, whole, piece.start, piece.stop)
     return found

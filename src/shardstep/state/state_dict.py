@@ -10,16 +10,17 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.planning import ParamSpec
-from shardstep.stepping.local_optimizer import is_of_torch
+from shardstep.stepping.local_optimizer import CLASS, is_of_torch, qualified_name
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Param groups as a state_dict holds them: parameters replaced by their indices."""
     packed: list[dict[str, Any]] = []
     start = 0
+    # A class cannot be in a file that is read without running what it brings along: its name is.
     for group in param_groups:
         stop = start + len(group["params"])
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = {key: qualified_name(value) if key == CLASS else value for key, value in group.items()}
         packed.append({**options, "params": list(range(start, stop))})
         start = stop
     return packed
@@ -74,6 +75,8 @@ def _entry_problems(
 
 def _fits(value: Any, spec: ParamSpec, optimizer_class: type[Optimizer]) -> bool:
     """Whether a value can be state of the parameter. Of a class that is not torch's we cannot know."""
+    if inner := getattr(optimizer_class, "inner_classes", ()):
+        return any(_fits(value, spec, kind) for kind in inner)
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_of_torch(optimizer_class):
         return True
     if issubclass(optimizer_class, torch.optim.LBFGS):  # keeps vectors over all parameters
@@ -165,7 +168,13 @@ def check_saved_groups(groups: Sequence[Mapping[str, Any]], specs: Sequence[Para
     )
     if problems:
         raise ValueError("the state_dict does not fit this optimizer:\n  " + "\n  ".join(problems))
-    options = [{key: value for key, value in group.items() if key != "param_names"} for group in groups]
+    for number, (group, had) in enumerate(zip(groups, before, strict=True)):
+        ours, theirs = had.get(CLASS), group.get(CLASS)
+        if ours is not None and theirs is not None and qualified_name(ours) != theirs:
+            raise ValueError(
+                f"param_groups[{number}] of the state_dict is of {theirs}, and here of {qualified_name(ours)}"
+            )
+    options = [{key: value for key, value in group.items() if key not in ("param_names", CLASS)} for group in groups]
     trial.load_state_dict(copy.deepcopy({"state": {}, "param_groups": [{**group, "params": []} for group in options]}))
     check_options(trial, before)
     saved = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]

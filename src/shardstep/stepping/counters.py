@@ -21,7 +21,10 @@ class Counters:
 
     def _own(self) -> dict[str, Any]:
         return {
-            name: value for name, value in vars(self._optimizer).items() if name not in _COMMON and name[:2] != "__"
+            f"{prefix}{name}": value
+            for prefix, optimizer in _with_inner(self._optimizer).items()
+            for name, value in vars(optimizer).items()
+            if name not in _COMMON and name[:2] != "__"
         }
 
     def advanced(self) -> dict[str, Any]:
@@ -42,8 +45,15 @@ class Counters:
 
 def resume(optimizer: Optimizer, advanced: Mapping[str, Any]) -> None:
     """Let `optimizer` go on where another instance has stopped."""
-    for name, value in advanced.items():
-        setattr(optimizer, name, copy.deepcopy(value))
+    for prefix, target in _with_inner(optimizer).items():
+        for name, value in advanced.items():
+            if name.startswith(prefix) and "." not in name.removeprefix(prefix):
+                setattr(target, name.removeprefix(prefix), copy.deepcopy(value))
+
+
+def _with_inner(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """It and those that it is made of (several.py), by what stands before their attributes."""
+    return {"": optimizer, **{f"{type(inner).__name__}.": inner for inner in getattr(optimizer, "inner", ())}}
 
 
 def _is_number(value: Any) -> bool:

@@ -10,11 +10,10 @@ do look at a whole parameter (gradients made zero-mean, a cautious mask) the tri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from shardstep.planning import Layout
-from shardstep.stepping.local_optimizer import is_of_torch
+from shardstep.stepping.local_optimizer import is_of_torch, qualified_name
 from shardstep.stepping.probe import Finding
 
 # By module and name, so that nothing is imported, and a class of the same name elsewhere is not meant.
@@ -45,12 +44,6 @@ ELEMENTWISE = frozenset(
 )
 
 _MATTERS = 1_000_000  # elements: some megabytes of state
-
-
-def qualified_name(optimizer_class: Any) -> str:
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
-    return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
 def choose_layout(wish: Layout, optimizer_class: Any, finding: Finding) -> Layout:

@@ -17,8 +17,14 @@ _COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
 )
 
 
+CLASS = "optimizer"  # of a group, where groups have optimizers of several classes
+_NO_OPTIONS = ("params", "param_names", CLASS)
+
+
 def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
     """Raise if `optimizer_class` is not a class of optimizers, or not one whose work can be shared out."""
+    for inner in getattr(optimizer_class, "inner_classes", ()):
+        check_optimizer_class(inner, world_size)
     while isinstance(optimizer_class, partial):  # torch takes those too
         optimizer_class = optimizer_class.func
     if isinstance(optimizer_class, Optimizer):
@@ -38,6 +44,8 @@ def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
 
 def check_takes_no_closure(optimizer_class: Any) -> None:
     """Raise for classes that evaluate the loss several times in a step: shares of a step are made without it."""
+    for inner in getattr(optimizer_class, "inner_classes", ()):
+        check_takes_no_closure(inner)
     while isinstance(optimizer_class, partial):
         optimizer_class = optimizer_class.func
     if issubclass(optimizer_class, torch.optim.LBFGS):
@@ -57,7 +65,15 @@ def is_of_torch(optimizer_class: Any) -> bool:
     of its shape and in counters. A class of somebody else's may count on itself, in its groups, or in lists."""
     while isinstance(optimizer_class, partial):
         optimizer_class = optimizer_class.func
+    if inner := getattr(optimizer_class, "inner_classes", ()):
+        return all(map(is_of_torch, inner))
     return isinstance(optimizer_class, type) and optimizer_class.__module__.startswith("torch.optim.")
+
+
+def qualified_name(optimizer_class: Any) -> str:
+    while isinstance(optimizer_class, partial):
+        optimizer_class = optimizer_class.func
+    return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
 def local_groups(
@@ -127,7 +143,7 @@ def _first_refused(
 def copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
     """Copy everything in the groups but the parameters: learning rates that a scheduler set, keys that a step added."""
     for theirs, ours in zip(source, target, strict=True):
-        ours.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
+        ours.update({key: value for key, value in theirs.items() if key not in _NO_OPTIONS})
 
 
 class WatchedClosure:

@@ -20,6 +20,7 @@ from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import flat_gradient, quickly
 from shardstep.planning import Piece, Plan, read_specs
 from shardstep.stepping.entries import Entry
+from shardstep.stepping.slots import Slot
 
 NARROW = (torch.bfloat16, torch.float16)
 MASTER = "shardstep.master"  # in the state of a piece
@@ -27,17 +28,13 @@ _tensor: Any = torch.Tensor
 _version_of: Any = _tensor._version.__get__
 
 
-class Masters:
+class Masters(Slot):
     """Of the buckets of 16-bit parameters; others have none, and are stepped where they lie."""
 
     def __init__(self, memory: FlatMemory) -> None:
-        self._memory = memory
         buckets = memory.buckets
-        self.values = {
-            number: bucket.own.detach().to(torch.float32)
-            for number, bucket in enumerate(buckets)
-            if bucket.values.dtype in NARROW
-        }
+        narrow = [number for number, bucket in enumerate(buckets) if bucket.values.dtype in NARROW]
+        super().__init__(memory, MASTER, {number: buckets[number].own.detach().to(torch.float32) for number in narrow})
         self._buckets_of: dict[int, list[int]] = {}
         for number in self.values:
             for segment in buckets[number].bucket.segments:
@@ -46,30 +43,9 @@ class Masters:
         self._versions = self._look()
         self._to_compare: set[int] = set()  # buckets whose parameters may be something else than the masters
 
-    @property
-    def nbytes(self) -> int:
-        return sum(values.nbytes for values in self.values.values())
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    def fill(self, entries: Mapping[Piece, Entry]) -> dict[Piece, Entry]:
-        """Take those in the state of pieces; returns the rest of it. They count if the weights are theirs."""
-        rest = {piece: {**entry} for piece, entry in entries.items()}
-        for number, values in self.values.items():
-            for piece, offset in self._memory.buckets[number].placed:
-                saved = rest.get(piece, {}).pop(MASTER, None)
-                if saved is not None:
-                    values[offset : offset + piece.numel].copy_(saved.reshape(-1))
-                    self._to_compare.add(number)
-        return {piece: entry for piece, entry in rest.items() if entry}
-
-    def entries(self) -> dict[Piece, torch.Tensor]:
-        """Views, by piece."""
-        return {
-            piece: values[offset : offset + piece.numel]
-            for number, values in self.values.items()
-            for piece, offset in self._memory.buckets[number].placed
-        }
+    def filled(self, bucket: int) -> None:
+        """They count if the weights are theirs, which may be loaded later."""
+        self._to_compare.add(bucket)
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 

@@ -74,6 +74,8 @@ def _in_words(value: Any, waits: bool) -> str:
         return "(" + ", ".join(_in_words(member, waits) for member in value) + ")"
     if value is None or isinstance(value, bool | str | complex):
         return repr(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, Real):  # 1 and 1.0 are the same rate, and so is numpy's
         return repr(float(value))
     return f"a {type(value).__name__}"  # a function or an object need not print alike in every process

@@ -20,11 +20,13 @@ from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import dense_view
 from shardstep.planning import Layout, Piece, Plan
 from shardstep.planning.runs import Run, find_runs
+from shardstep.stepping.average import Average
 from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 from shardstep.stepping.local_optimizer import build, is_of_torch
-from shardstep.stepping.masters import MASTER, NARROW, Masters
+from shardstep.stepping.masters import NARROW, Masters
 from shardstep.stepping.parts import PartedOptimizer, placeholder
 from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
+from shardstep.stepping.slots import Slot
 
 ParamGroups = Sequence[dict[str, Any]]
 
@@ -32,7 +34,7 @@ ParamGroups = Sequence[dict[str, Any]]
 class LocalShare:
     """Made anew with every plan. `defaults` are the options with which `optimizer_class` is built.
 
-    `together` are the buckets that are stepped at a time.
+    `layouts` are of the groups, `together` the buckets that are stepped at a time.
     """
 
     def __init__(
@@ -41,16 +43,18 @@ class LocalShare:
         defaults: Mapping[str, Any],
         plan: Plan,
         memory: FlatMemory,
-        layout: Layout,
+        layouts: Sequence[Layout],
         together: Sequence[Sequence[int]],
         *,
         join: bool,
         masters: Masters | None = None,
+        average: Average | None = None,
     ) -> None:
         self._class, self._defaults = optimizer_class, defaults
-        self._plan, self._memory, self._layout, self._together = plan, memory, layout, together
-        self.masters = masters
-        self._join = join and layout is Layout.FLAT and is_of_torch(optimizer_class)
+        self._plan, self._memory, self._layouts, self._together = plan, memory, layouts, together
+        self.masters, self.average = masters, average
+        self.slots: list[Slot] = [slot for slot in (masters, average) if slot is not None]
+        self._join = join and is_of_torch(optimizer_class)
         self.runs: list[tuple[Run, ...]] = []  # by bucket
         self.parked: dict[Piece, Entry] = {}  # state of frozen parameters
         self._parted: PartedOptimizer | None = None
@@ -62,7 +66,9 @@ class LocalShare:
 
         `counted` is what the class has counted on itself; by default what it has in this share.
         """
-        rest = dict(entries) if self.masters is None else self.masters.fill(entries)
+        rest = dict(entries)
+        for slot in self.slots:
+            rest = slot.fill(rest)
         counted = self.counted() if counted is None else counted
 
         def together(one: Piece, other: Piece) -> bool:
@@ -111,7 +117,8 @@ class LocalShare:
         fused = param_groups[self._group_of(piece)].get("fused")
         cut_anywhere = home.dtype in CUT_ANYWHERE or (self.masters is not None and home.dtype in NARROW)
         rounds_alike = home.is_cuda or (cut_anywhere and not fused)
-        return self._join and home.dim() > 0 and rounds_alike
+        is_cut = self._layouts[self._group_of(piece)] is Layout.FLAT
+        return self._join and is_cut and home.dim() > 0 and rounds_alike
 
     def _tensor_of(self, run: Run, bucket: int) -> torch.Tensor:
         """What the optimizer steps: a flat range, or a parameter in its own shape.
@@ -119,7 +126,7 @@ class LocalShare:
         A scalar keeps its shape in any layout: its state then looks like that of the plain optimizer.
         """
         home = self._memory.homes[run.pieces[0].param]
-        whole = self._layout is Layout.WHOLE or home.dim() == 0
+        whole = self._layouts[self._group_of(run.pieces[0])] is Layout.WHOLE or home.dim() == 0
         if self.masters is None or bucket not in self.masters.values:
             return (home if whole else self._memory.buckets[bucket].own[run.start : run.stop]).detach().requires_grad_()
         master = self.masters.values[bucket]
@@ -133,9 +140,8 @@ class LocalShare:
             group["params"] = [tensor for run, tensor in pairs if self._group_of(run.pieces[0]) == number]
             like = [home for param, home in self._memory.homes.items() if self._plan.params[param].group == number]
             if like and not group["params"]:
-                group["params"] = [
-                    placeholder(like[0] if self._layout is Layout.WHOLE else like[0].detach().reshape(-1))
-                ]
+                whole = self._layouts[number] is Layout.WHOLE
+                group["params"] = [placeholder(like[0] if whole else like[0].detach().reshape(-1))]
         names = {tensor: self._plan.params[run.pieces[0].param].name for run, tensor in pairs}
         names |= {
             group["params"][0]: "nothing" for group in groups if group["params"] and group["params"][0] not in names
@@ -165,6 +171,8 @@ class LocalShare:
         self._parted.step(group, shaped)
         if self.masters is not None:
             self.masters.write(self._together[group])
+        if self.average is not None:
+            self.average.follow(self._together[group])
 
     def end(self, param_groups: ParamGroups) -> None:
         assert self._parted is not None, "built"
@@ -189,9 +197,8 @@ class LocalShare:
             if (entry := self.local.state.get(tensor))
             for piece, offset in zip(run.pieces, run.offsets, strict=True)
         }
-        if self.masters is not None:
-            for piece, values in self.masters.entries().items():
-                live.setdefault(piece, {})[MASTER] = values
+        for slot in self.slots:
+            slot.put_into(live)
         return {**self.parked, **live}
 
 

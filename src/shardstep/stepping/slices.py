@@ -67,7 +67,7 @@ class SlicedStep:
     def step(self) -> Any:
         """Returns what the whole's own step returned."""
         if not self._is_of_torch or _has_hooks(self._whole):  # they would see half a step
-            return _step_as_a_part(self._whole)
+            return step_as_a_part(self._whole)
         state = self._whole.state
         large = [
             (param, gradient, self._blocks_of(param, group))
@@ -81,7 +81,7 @@ class SlicedStep:
         for param, _, _ in large:
             param.grad = None
         try:
-            result = _step_as_a_part(self._whole)
+            result = step_as_a_part(self._whole)
         finally:
             for param, gradient, _ in large:
                 param.grad = gradient
@@ -134,7 +134,7 @@ class _Block:
                 self.optimizer.state[tensor] = {
                     key: _part(value, self.whole_shape, start, stop) for key, value in before.items()
                 }
-        _step_as_a_part(self.optimizer)
+        step_as_a_part(self.optimizer)
 
     def has_state(self) -> bool:
         return self._tensors[0] in self.optimizer.state
@@ -164,7 +164,7 @@ def _has_hooks(optimizer: Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def _step_as_a_part(optimizer: Optimizer) -> Any:
+def step_as_a_part(optimizer: Optimizer) -> Any:
     """Step an optimizer that is a part of the one that the program steps.
 
     Hooks on every optimizer's steps are meant for that one: they would be called for every part, each time with a
