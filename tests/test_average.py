@@ -42,7 +42,7 @@ def is_the_average(dtype: torch.dtype, config: ShardConfig, collectives: bool) -
         now = values_of(model)
         trains = [param.requires_grad for param in model.parameters()]
         for one, other, moves in zip(average, now, trains, strict=True):
-            if moves:  # what is frozen is as it is, and its average stays where it was
+            if moves or step == 2:  # frozen since: it has a place in this step's plan, and none in the next one's
                 one.lerp_(other.float(), 1 - DECAY)
         with opt.ema():
             if dtype is torch.float32:
