@@ -3,15 +3,15 @@
 `prepare` is one small launch over the pieces: it advances the step counts and works out, in float64, what the elements
 of a piece have in common. `step_blocks` is one pass over the elements, a block of them for each program.
 
-[Note: two launches] All programs of a piece read its step count, and one of them would have to advance it after the last
-has read it; none can know when that is. So it is advanced before, by a launch of a few microseconds.
+[Note: two launches] All programs of a piece read its step count, and one of them would have to advance it after the
+last has read it; none can know when that is. So it is advanced before, by a launch of a few microseconds.
 
 [Note: vectors] Memory is read sixteen bytes at a time only where Triton knows that addresses are multiples of that, and
 that none of the elements in them is masked. An address from a table tells it nothing, so `ALIGNED` says so
 (`tl.multiple_of`; for a pointer it counts bytes), and blocks that lie inside their piece are not masked at all.
 
-[Note: latency] A load behind a store, or behind the first use of another, waits for it: the compiler cannot know that they
-are not the same memory. So each block asks for all of its memory at once.
+[Note: latency] A load behind a store, or behind the first use of another, waits for it: the compiler cannot know that
+they are not the same memory. So each block asks for all of its memory at once.
 
 [Note: rounding] Where torch's kernels on a GPU round a product and a sum once (`add` with alpha, `lerp`, `addcmul`,
 `addcdiv`), this says `fma`, and roots and quotients are rounded to the nearest as theirs are.
@@ -69,7 +69,7 @@ SALT1: tl.constexpr = tl.constexpr(stochastic.SALTS[0])
 SALT2: tl.constexpr = tl.constexpr(stochastic.SALTS[1])
 
 
-# -- noise: the same as stochastic.py's ----------------------------------------------------------------------------------
+# -- noise: the same as stochastic.py's --------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def _by_chance(values, index, key1, key2):
     return tl.where(finite, rounded, values.to(tl.bfloat16))
 
 
-# -- once for a piece ----------------------------------------------------------------------------------------------------
+# -- once for a piece --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def prepare(
         tl.store(keys + at * 2 + 1, _key(salt + SALT2, seeds, step, param).to(tl.int32, bitcast=True), mask=inside)
 
 
-# -- once for every element ----------------------------------------------------------------------------------------------
+# -- once for every element --------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -301,7 +301,9 @@ def step_blocks(
     IS_DECOUPLED: tl.constexpr, AMSGRAD: tl.constexpr, HAS_MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A program steps one block. `blocks` has a number for each: the piece in its upper half, and which of its blocks."""
+    """A program steps one block. `blocks` has a number for each: the piece in its upper half, and which of its
+    blocks.
+    """
     block = tl.load(blocks + tl.program_id(0))
     piece = block >> 32
     start = (block & 0xFFFFFFFF) * BLOCK

@@ -1,10 +1,11 @@
 """Steps pieces by the kernels of device_code.py; the host decides nothing that it would have to ask the device for.
 
-[Note: what the host sends] Two small tables may change from step to step: options, when a scheduler has set one, and the
-addresses of gradients, when the allocator gave them other memory. Each is compared with what was sent last, and sent only
-if it differs, in one copy from pinned memory. That memory is taken anew each time: torch's allocator does not give it to
-the next before the copy is done, so the host need not wait for it, nor keep a ring of buffers. Addresses rather than one
-base and offsets: gradients may come from anywhere, and with the same memory in every step nothing is sent either way.
+[Note: what the host sends] Two small tables may change from step to step: options, when a scheduler has set one, and
+the addresses of gradients, when the allocator gave them other memory. Each is compared with what was sent last, and
+sent only if it differs, in one copy from pinned memory. That memory is taken anew each time: torch's allocator does not
+give it to the next before the copy is done, so the host need not wait for it, nor keep a ring of buffers. Addresses
+rather than one base and offsets: gradients may come from anywhere, and with the same memory in every step nothing is
+sent either way.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def is_available(device: torch.device) -> bool:
 class KernelStep:
     """Steps `pieces` in one pass over their memory.
 
-    `groups` are param groups as torch's optimizers have them; what they say when `step` is called counts. With a `seed`,
-    bfloat16 values are rounded by chance (stochastic.py). A step is enqueued on the current stream, and can be captured in
-    a CUDA graph; its gradients are read there and left as they are.
+    `groups` are param groups as torch's optimizers have them; what they say when `step` is called counts. With a
+    `seed`, bfloat16 values are rounded by chance (stochastic.py). A step is enqueued on the current stream, and can be
+    captured in a CUDA graph; its gradients are read there and left as they are.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ def _send(numbers: Sequence[float], table: torch.Tensor) -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "options or the memory of gradients changed while a CUDA graph is captured, which would replay what the host "
-            "has long since put elsewhere: step once with these gradients and options before, and capture then"
+            "options or the memory of gradients changed while a CUDA graph is captured, and a replay would find neither "
+            "where the host had put them: step once with these gradients and options before, and capture then"
         )
     table.copy_(torch.tensor(numbers, dtype=table.dtype, device="cpu", pin_memory=True), non_blocking=True)

@@ -1,15 +1,15 @@
 """Rounding to bfloat16 up or down by chance, so that the mean of many roundings is the number itself.
 
-A weight in bfloat16 has eight bits: an update below a 512th of it is lost when every step rounds to the nearest. Here the
-sixteen bits that go are compared with sixteen bits of noise, and the chance to round up is what they say, exactly.
+A weight in bfloat16 has eight bits: an update below a 512th of it is lost when every step rounds to the nearest. Here
+the sixteen bits that go are compared with sixteen bits of noise, and the chance to round up is what they say, exactly.
 
 [Note: noise] It depends on the seed, on the step, on the parameter and on the element's place in it, and on nothing
-else: however many ranks there are, and wherever pieces and blocks are cut, the bits are the same. The hash is a mix of 32
-bits, twice: once with the element's index, once with a second key. Its multipliers are a pair that hash-prospector's
-search found (github.com/skeeto/hash-prospector; flipping a bit of what goes in flips each that comes out with a chance of
-0.5 to within 0.003); both are below 2^31, so that in 64 bits no product overflows, and torch, which has no 32 bits without
-a sign, gets the same as the kernel. Sixteen of its bits, the upper ones, must be even and not depend on those of
-neighbours or of the step before; nobody needs it to resist an attack. `device_code.py` has the same once more.
+else: however many ranks there are, and wherever pieces and blocks are cut, the bits are the same. The hash is a mix of
+32 bits, twice: once with the element's index, once with a second key. Its multipliers are a pair that hash-prospector's
+search found (github.com/skeeto/hash-prospector; flipping a bit of what goes in flips each that comes out with a chance
+of 0.5 to within 0.003); both are below 2^31, so that in 64 bits no product overflows, and torch, which has no 32 bits
+without a sign, gets the same as the kernel. Sixteen of its bits, the upper ones, must be even and not depend on those
+of neighbours or of the step before; nobody needs it to resist an attack. `device_code.py` has the same once more.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPiece:
-    """Elements of one parameter, or of neighbours with the same options, that lie side by side; and what belongs to them.
+    """Elements of one parameter, or of neighbours with the same options, that lie side by side; and what belongs to
+    them.
 
     Everything is contiguous and of the same number of elements; `master` is float32, the moments are of one dtype.
     Whoever gives memory of these another place makes a new `KernelStep`.
