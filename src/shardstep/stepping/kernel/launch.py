@@ -66,6 +66,8 @@ class KernelStep:
             for piece, group in zip(pieces, known, strict=True)
         ]
         problems = find_problems(pieces, variants, len(groups))
+        if seed is not None and not 0 <= seed < 2**63:
+            problems.append(f"the seed is {seed}, not a number from 0 to 2^63 - 1")
         if problems:
             raise ValueError("; ".join(problems))
         self._table = Table(pieces, variants, shape)
@@ -215,7 +217,7 @@ def _send(numbers: Sequence[float], table: torch.Tensor) -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "options or the memory of gradients changed while a CUDA graph is captured, and a replay would find neither "
+            "options or the memory of gradients changed while a CUDA graph is captured, and a replay would not find them "
             "where the host had put them: step once with these gradients and options before, and capture then"
         )
     table.copy_(torch.tensor(numbers, dtype=table.dtype, device="cpu", pin_memory=True), non_blocking=True)
