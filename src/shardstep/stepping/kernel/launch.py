@@ -45,7 +45,8 @@ class KernelStep:
 
     `groups` are param groups as torch's optimizers have them; what they say when `step` is called counts. With a
     `seed`, bfloat16 values are rounded by chance (stochastic.py). A step is enqueued on the current stream, and can be
-    captured in a CUDA graph; its gradients are read there and left as they are.
+    captured in a CUDA graph; its gradients are read there and left as they are. If steps come on several streams, each
+    must wait for the one before: they share their tables.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ def _send(numbers: Sequence[float], table: torch.Tensor) -> None:
         return
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "options or the memory of gradients changed while a CUDA graph is captured, and a replay would not find them "
-            "where the host had put them: step once with these gradients and options before, and capture then"
+            "options or the memory of gradients changed while a CUDA graph is captured, and a replay would not find "
+            "what the host sends now: step once with these gradients and options before, and capture then"
         )
     table.copy_(torch.tensor(numbers, dtype=table.dtype, device="cpu", pin_memory=True), non_blocking=True)
