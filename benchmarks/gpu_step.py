@@ -51,9 +51,9 @@ METHOD = """\
 
 Contenders step the same tensors, in turn, in every round (torch's fused one has moments of its own). A time is that
 between two events on the device, of several steps in a row (5 of all, 50 of a 64th), after one that is not timed. The
-floor is what the copy of a tensor of {copied:.1f} GB, timed in the same round, takes for as many bytes as the step reads
-and writes. A ratio is that of two times of one round. Host: microseconds until step() returns, on a device that is idle at
-the first of the steps.{failed}"""
+floor is what the copy of a tensor of {copied:.1f} GB, timed in the same round, takes for as many bytes as the step
+reads and writes. A ratio is that of two times of one round. Host: microseconds until step() returns, on a device that
+is idle at the first of the steps.{failed}"""
 
 KERNEL, FUSED, COMPILED = "kernel", "torch fused", "torch.compile"
 IN_A_GRAPH = ", in a CUDA graph"
