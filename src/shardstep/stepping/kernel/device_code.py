@@ -13,14 +13,14 @@ that none of the elements in them is masked. An address from a table tells it no
 [Note: latency] A load behind a store, or behind the first use of another, waits for it: the compiler cannot know that
 they are not the same memory. So each block asks for all of its memory at once.
 
-[Note: rounding] Operations and their order are those of torch's optimizers without fused. Where torch's kernels on a GPU
-round a product and a sum once (`add` with alpha, `lerp`, `addcmul`, `addcdiv`), this says `fma`; roots and quotients are
-rounded to the nearest, as theirs are. What is left: the compiler may round a root times its correction plus eps once
-where torch rounds twice, scale and clip factor are one number, and fused kernels divide where others multiply by the
-reciprocal. So in a step, both from the same numbers, a weight differs by at most one rounding of its own, 2^-23 of it,
-and eight of what is added, 2^-20 of the largest addend of its tensor; it is "largest" because moments may cancel out.
-tests/test_kernel.py holds that bound. Lion has a sign in it: where its two terms cancel to the last bit it may go the
-other way, by twice the rate.
+[Note: rounding] Operations and their order are those of torch's optimizers without fused. Where torch's kernels on a
+GPU round a product and a sum once (`add` with alpha, `lerp`, `addcmul`, `addcdiv`), this says `fma`; roots and
+quotients are rounded to the nearest, as theirs are. What is left: the compiler may round a root times its correction
+plus eps once where torch rounds twice, scale and clip factor are one number, and fused kernels divide where others
+multiply by the reciprocal. So in a step, both from the same numbers, a weight should differ by no more than one
+rounding of its own, 2^-23 of it, and eight of what is added, 2^-20 of the largest addend of its tensor; it is
+"largest" because moments may cancel out. tests/test_kernel.py holds the kernel to that; it is not proved. Lion has a
+sign in it: where its two terms cancel to the last bit it may go the other way, by twice the rate.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class KernelPiece:
     largest: torch.Tensor | None = None  # max_exp_avg_sq
     master: torch.Tensor | None = None  # None: `values` are also what is stepped
     gradient_dtype: torch.dtype | None = None  # None: that of `values`
-    # For noise alone: which parameter of the model, and where in it the piece begins.
+    # For noise alone: which parameter of the model, and where in it the piece begins. Rounded by chance, a piece is of
+    # one parameter: in one of several, the noise would depend on how ranks cut and join them.
     param: int = 0
     start: int = 0
 
