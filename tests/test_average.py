@@ -22,7 +22,8 @@ DECAY = 0.9
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    return model(batch(step).to(next(model.parameters()).dtype)).float().square().mean()
+    param = next(model.parameters())
+    return model(batch(step).to(param.device, param.dtype)).float().square().mean()
 
 
 def values_of(model: nn.Module) -> list[torch.Tensor]:

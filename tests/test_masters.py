@@ -26,7 +26,7 @@ SMALL = ShardConfig(bucket_mb=SMALL_BUCKETS)
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
     param = next(model.parameters())
-    return model(batch(step).to(param.dtype)).float().square().mean()
+    return model(batch(step).to(param.device, param.dtype)).float().square().mean()
 
 
 class ByHand:
@@ -164,11 +164,12 @@ def writes_state(model: nn.Module) -> None:
 WRITES = {write.__name__: write for write in (halves, halves_data, replaces_data, loads, writes_state)}
 
 
-def writes_between_steps(name: str, gather: Any) -> None:
+def writes_between_steps(name: str, gather: Any, ordered: bool = False) -> None:
     model = Net().bfloat16()
     twin = copy.deepcopy(model)
     by_hand = ByHand(twin, optim.AdamW, lr=1e-3)
-    opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=ShardConfig(bucket_mb=SMALL_BUCKETS, gather=gather))
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, gather=gather, ordered_sums=ordered)
+    opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=config)
     for step in range(4):
         if step in (1, 2):
             WRITES[name](model)

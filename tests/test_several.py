@@ -69,7 +69,8 @@ def trains(sharded: list[Any], model: nn.Module, exact: bool) -> None:
     for opt in sharded:
         opt.synchronize()
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        same = torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+        exact = exact and not ours.is_cuda  # where matrix products of a view may round otherwise
+        same = torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
         assert same, f"{name} differs by {(ours - theirs).abs().max()}"
     assert_ranks_equal(list(model.parameters()))
 
