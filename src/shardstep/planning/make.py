@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
+from shardstep.planning.dealing import deal_by_cost
 from shardstep.planning.layout import Layout, deal_whole
 from shardstep.planning.plan import Bucket, EqualRanges, Plan, Segment, WholeRanges, bucket_from_json
 from shardstep.planning.problems import find_problems
@@ -24,12 +25,14 @@ def make_plan(
     alignment: int = 1,
     holders: Sequence[int] | None = None,
     order: Sequence[int] | None = None,
+    costs: Sequence[int] | None = None,
 ) -> Plan:
     """Share out `specs` over `world_size` ranks.
 
     `order` is that in which the parameters lie in the buckets, by default that of `specs`.
 
     `holders[i]` is the rank that holds parameter i, where that was decided elsewhere (by DDP's buckets); WHOLE only.
+    `costs[i]` is what stepping parameter i takes, in any unit: by that WHOLE deals, or else by elements.
     `bucket_numel` bounds what travels together (None: one bucket per dtype and device), but for the padding to equal
     ranges; a WHOLE parameter larger than that travels alone, a FLAT one in several buckets. The first bucket and the
     last end, or begin, with the parameter that brings them to `end_numel`. Parameters begin at multiples of `alignment`
@@ -47,7 +50,12 @@ def make_plan(
         classes.setdefault((spec.device, spec.dtype, spec.trainable), []).append(index)
     ends = {index for members in classes.values() for index in _set_apart(specs, members, end_numel)}
     if layout is Layout.WHOLE:
-        dealt = deal_whole(specs, world_size) if holders is None else list(enumerate(holders))
+        if holders is not None:
+            dealt = list(enumerate(holders))
+        elif costs is not None:
+            dealt = deal_by_cost(specs, costs, world_size, range(len(specs)) if order is None else order)
+        else:
+            dealt = deal_whole(specs, world_size)
         rows = _whole_buckets(specs, classes, world_size, bucket_numel, ends, alignment, dealt)
     else:
         rows = _flat_buckets(specs, classes, world_size, bucket_numel, ends, alignment)
