@@ -28,6 +28,7 @@ from shardstep.owners import check_unowned
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
+from shardstep.stepping.costs import StepCosts
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import is_of_torch
 from shardstep.stepping.premises import Premises
@@ -52,6 +53,7 @@ class Recipe:
     optimizer_class: type[Optimizer]
     defaults: Mapping[str, Any]
     layout: Layout
+    elementwise: bool = False  # as far as a trial has seen
 
 
 class Engine:
@@ -64,6 +66,7 @@ class Engine:
         self._turns = Turns(channel)
         self.transport.before_waiting(self._turns.check)
         self._agreement = Agreement(channel)
+        self._costs = StepCosts(channel, recipe.optimizer_class, recipe.defaults, elementwise=recipe.elementwise)
         self._premises = Premises(model, has_buffers=config.sync_buffers)
         self._arriving: dict[int, Gather] = {}
         self._arrivals: Arrivals | None = None  # with gather="overlap"
@@ -77,11 +80,13 @@ class Engine:
     # -- the plan, and everything that is made from it ----------------------------------------------------------------
 
     def plan_for(self, groups: ParamGroups, trainable: Sequence[bool]) -> Plan:
+        """The same on all ranks, and called on all: what a step costs may have to be tried on one of them."""
         specs, params = read_specs(groups, trainable), params_of(groups)
         wanted = self._config.bucket_mb
         total = sum(param.nbytes for param, moves in zip(params, trainable, strict=True) if moves)
         sizes = self.transport.bucket_sizes(total) if wanted is None else BucketSizes(wanted * 1e6)
         itemsize = max((param.element_size() for param in params), default=4)
+        is_dealt = self._recipe.layout is Layout.WHOLE and self.channel.world_size > 1
         # Gradients come from the last layer to the first, and so lie the buckets.
         return make_plan(
             specs,
@@ -91,6 +96,7 @@ class Engine:
             end_numel=int(sizes.ends / itemsize) if sizes.ends else None,
             alignment=ALIGNMENT_NBYTES // min((param.element_size() for param in params), default=4),
             order=range(len(specs))[::-1],
+            costs=self._costs.of(specs, groups) if is_dealt else None,
         )
 
     def build(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry], action: str) -> None:

@@ -30,6 +30,7 @@ from shardstep.stepping.known import choose_layout, is_uneven, qualified_name
 from shardstep.stepping.local_optimizer import (
     build,
     check_optimizer_class,
+    check_shapes,
     check_takes_no_closure,
     copy_options,
     is_of_torch,
@@ -84,7 +85,8 @@ class ShardedOptimizer(Optimizer):
             failure = error
         agree(channel, Claim("shard(...)", failure, facts))
         close_earlier(model)  # its hooks would take the gradients away from this one
-        self._engine = Engine(model, channel, Recipe(optimizer_class, defaults, self._layout), config)
+        recipe = Recipe(optimizer_class, defaults, self._layout, self._finding.is_elementwise)
+        self._engine = Engine(model, channel, recipe, config)
         plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
         self._engine.build(self.param_groups, plan, {}, "shard(...)")
         self._warn_if_uneven(plan)
@@ -100,6 +102,7 @@ class ShardedOptimizer(Optimizer):
         chosen = read_groups(self._model, groups)
         check_parameters(chosen, allow_mixed_dtypes=True)
         check_unowned(chosen, self._model)
+        check_shapes(self._class, read_specs(chosen))
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
         empty = build(self._class, without_params(chosen), defaults, {})
         super().__init__(chosen, dict(empty.defaults))
@@ -279,6 +282,7 @@ class ShardedOptimizer(Optimizer):
             super().add_param_group(self._named(read_group(param_group)))
             check_parameters(self.param_groups, allow_mixed_dtypes=True)
             check_unowned(self.param_groups[-1:], self._model)
+            check_shapes(self._class, read_specs(self.param_groups))
             if self._choose_layout() is not self._layout:
                 raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
             options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])

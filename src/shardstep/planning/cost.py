@@ -44,6 +44,7 @@ class Cost:
     per_byte: float  # of the parameter, for all passes over it, its gradient and its state
     per_mmn: float = 0.0  # for m * m * n
     per_mmm: float = 0.0  # for m * m * m
+    per_nnn: float = 0.0  # for n * n * n: of classes that keep a matrix for each side
     least: float = 0.0
 
     def of(self, spec: ParamSpec) -> int:
@@ -52,7 +53,8 @@ class Cost:
             return 0
         m, n = matrix_dims(spec.shape)
         seconds = self.per_byte * spec.numel * itemsize_of(spec.dtype)
-        seconds += self.per_mmn * m * m * n + self.per_mmm * m**3
+        if m:
+            seconds += self.per_mmn * m * m * n + self.per_mmm * m**3 + self.per_nnn * n**3
         return max(round(max(seconds, self.least) * PICOSECONDS), 1)
 
 

@@ -1,9 +1,9 @@
 """Whole parameters dealt by what they cost: all ranks wait for the one that steps longest.
 
-[Note: how it is dealt] Largest first, each to the rank that has least; by cost alone, by elements alone, and by mixtures
-of both. The best by cost is taken among those that leave elements even enough: a rank with many has no memory left, and
-one with few receives more than DistributedDataParallel sends. The dealing by elements is always among them, and where
-whole parameters leave it less even than that, it sets the bounds. So cost is never worse than with it.
+[Note: how it is dealt] Largest first, each to the rank that has least; by cost alone, and by mixtures of cost and
+elements. The best by cost is taken among those that leave elements even enough: a rank with many has no memory left,
+and one with few receives more than DistributedDataParallel sends. The dealing by elements is always among them, and
+where whole parameters leave it less even than that, it sets the bounds. So cost is never worse than with it.
 
 Parameters of one shape and cost may change places. They are given out in the order in which they lie in the buckets,
 each to the rank that has got least so far: so the ranges of a bucket are spread over ranks, which send them together.

@@ -16,6 +16,8 @@ _COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
     (torch.optim.LBFGS, "one line search and one direction over all parameters together"),
 )
 
+_MOST_NAMED = 8  # parameters in one error
+
 
 def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
     """Raise if `optimizer_class` is not a class of optimizers, or not one whose work can be shared out."""
@@ -44,6 +46,25 @@ def check_takes_no_closure(optimizer_class: Any) -> None:
         raise ValueError(
             f"{optimizer_class.__name__} computes the loss several times in a step, and a sharded step computes none, "
             "on one rank as on many. Use it unsharded, or shardstep.ZeroRedundancyOptimizer on one rank"
+        )
+
+
+def is_muon(optimizer_class: Any) -> bool:
+    """torch's own, and no subclass: what that takes, and what it computes, nobody knows."""
+    while isinstance(optimizer_class, partial):
+        optimizer_class = optimizer_class.func
+    return optimizer_class is torch.optim.Muon
+
+
+def check_shapes(optimizer_class: Any, specs: Iterable[ParamSpec]) -> None:
+    """Raise if Muon is given what is no matrix. Its constructor would, on the rank that holds it, and when parameters
+    have moved already; this is said on all ranks, of all parameters, and before anything has moved."""
+    refused = [f"{spec.name} of shape {spec.shape}" for spec in specs if len(spec.shape) != 2]
+    if is_muon(optimizer_class) and refused:
+        more = f" and {len(refused) - _MOST_NAMED} others" if len(refused) > _MOST_NAMED else ""
+        raise ValueError(
+            f"Muon refuses {', '.join(refused[:_MOST_NAMED])}{more}: it takes 2-D matrices only. Put "
+            "those into one nn.ParameterList and the rest into another, and shard each with an optimizer of its own"
         )
 
 
