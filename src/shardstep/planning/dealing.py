@@ -22,6 +22,7 @@ from shardstep.planning.spec import ParamSpec
 MOST_ELEMENTS = 1.3  # of a rank, over the mean
 MOST_TRAFFIC = 1.05  # of a rank, over DistributedDataParallel's
 _PARTS_OF_COST = (1.0, 0.75, 0.5, 0.25)  # in the measure by which is dealt; the rest is elements
+_TRIES = 32  # ranks that are looked at for room; a scan of all would make it P times N
 _SCALE = 10**15  # of a measure: integers, so that no sum depends on its order
 
 
@@ -71,7 +72,7 @@ def deal_by_cost(
     by_elements = deal_whole([specs[index] for index in moving], world_size)
     even = load.dealt({moving[place]: rank for place, rank in by_elements})
     fewest, most = _bounds(even.numels)
-    found = [even, *(_deal(load, part) for part in _PARTS_OF_COST)]
+    found = [even, *(_deal(load, part, most) for part in _PARTS_OF_COST)]
     best = min((dealt for dealt in found if dealt.is_within(fewest, most)), key=lambda dealt: dealt.measure)
     travelling = [index for index in order if specs[index].trainable]
     alike = [(spec.shape, spec.dtype, spec.device, cost) for spec, cost in zip(specs, costs, strict=True)]
@@ -100,11 +101,9 @@ def _bounds(numels: Sequence[int]) -> tuple[float, float]:
     return min(fewest, *numels), max(MOST_ELEMENTS * mean, *numels)
 
 
-def _deal(load: _Load, part: float) -> _Dealt:
-    """Largest first by a measure of which `part` is the cost; ties go to the rank with fewer elements, then the first.
-
-    The heap makes it P log N, as in `deal_whole`.
-    """
+def _deal(load: _Load, part: float, most: float) -> _Dealt:
+    """Largest first by a measure of which `part` is the cost, each to the rank that has least of it and has room for
+    the elements; ties go to the rank with fewer elements, then the first. The heap makes it P log N."""
     whole_cost = max(sum(load.costs[index] for index in load.moving), 1)
     whole_numel = max(sum(load.numels[index] for index in load.moving), 1)
     weights = {
@@ -114,10 +113,22 @@ def _deal(load: _Load, part: float) -> _Dealt:
     ranks = [(0, 0, rank) for rank in range(load.world_size)]  # already a heap
     holders: dict[int, int] = {}
     for index in sorted(load.moving, key=lambda i: (-weights[i], -load.numels[i], i)):
-        weight, numel, rank = ranks[0]
-        heapq.heapreplace(ranks, (weight + weights[index], numel + load.numels[index], rank))
+        weight, numel, rank = _pop_with_room(ranks, most - load.numels[index])
+        heapq.heappush(ranks, (weight + weights[index], numel + load.numels[index], rank))
         holders[index] = rank
     return load.dealt(holders)
+
+
+def _pop_with_room(ranks: list[tuple[int, int, int]], most: float) -> tuple[int, int, int]:
+    """The first of a heap of (measure, elements, rank) that has at most so many elements; the very first if none of a
+    few has: what comes of it is not taken then, or is no worse than the dealing by elements."""
+    passed: list[tuple[int, int, int]] = []
+    while ranks and len(passed) < _TRIES and ranks[0][1] > most:
+        passed.append(heapq.heappop(ranks))
+    chosen = heapq.heappop(ranks) if ranks and ranks[0][1] <= most else passed.pop(0)
+    for other in passed:
+        heapq.heappush(ranks, other)
+    return chosen
 
 
 def _deal_frozen(specs: Sequence[ParamSpec], numels: Sequence[int]) -> dict[int, int]:
