@@ -84,22 +84,39 @@ def refuses_biases() -> list[tuple[str, str]]:
     for name, param in model.named_parameters():
         param.requires_grad_(name in matrices)
     opt = shardstep.shard(model, optim.Muon, groups=[{"params": matrices}], lr=0.02)
+    model[0].bias.requires_grad_(True)
     errors.append(raised(lambda: opt.add_param_group({"params": [model[0].bias]})))
+    model[0].bias.requires_grad_(False)
     assert len(opt.param_groups) == 1
-    for step in range(2):  # and goes on
+    trains_on(model, opt)
+    opt = shardstep.shard(model, optim.Muon, lr=0.02)  # with biases that are frozen, and then are not
+    trains_on(model, opt)
+    model[0].bias.requires_grad_(True)
+    errors.append(raised(lambda: trains_on(model, opt)))
+    model[0].bias.requires_grad_(False)
+    opt.zero_grad()
+    model.zero_grad()
+    trains_on(model, opt)
+    return errors
+
+
+def trains_on(model: nn.Module, opt: Any) -> None:
+    before = model[1].weight.detach().clone()
+    for step in range(2):
         loss_of(model, batch(step)).backward()
         opt.step()
         opt.zero_grad()
-    assert_ranks_equal([model.get_parameter(name) for name in matrices])
-    return errors
+    assert not torch.equal(model[1].weight, before)
+    assert_ranks_equal(list(model.parameters()))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_bias_given_to_muon_raised_after_parameters_had_moved_and_named_the_rank_that_held_it(workers, ranks):
-    first, later = all_same(workers(ranks).run(refuses_biases, timeout=60))
-    assert first[0] == later[0] == "ValueError"
+    first, later, unfrozen = all_same(workers(ranks).run(refuses_biases, timeout=60))
+    assert first[0] == later[0] == unfrozen[0] == "ValueError"
     assert "Muon refuses 0.bias of shape (5,), 2.weight of shape (5,), 2.bias of shape (5,): it takes 2-D" in first[1]
     assert "Muon refuses 0.bias of shape (5,)" in later[1]
+    assert "Muon refuses 0.bias of shape (5,)" in unfrozen[1]
     assert "rank" not in first[1]
 
 

@@ -30,7 +30,7 @@ from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
 from shardstep.stepping.costs import StepCosts
 from shardstep.stepping.entries import Entry
-from shardstep.stepping.local_optimizer import is_of_torch
+from shardstep.stepping.local_optimizer import check_shapes, is_of_torch
 from shardstep.stepping.premises import Premises
 from shardstep.stepping.share import LocalShare
 from shardstep.stepping.two_streams import in_halves, two_streams
@@ -252,6 +252,7 @@ class Engine:
             self._memory.adopt()
             if trainable != self._trainable:  # what was frozen may belong to another optimizer, too
                 check_unowned(groups, self._model)
+                check_shapes(self._recipe.optimizer_class, read_specs(groups, trainable))
         except Exception as error:
             return error
         return None
@@ -272,7 +273,8 @@ class Engine:
         if any(flag and not moves for flag, moves in zip(late, self._trainable, strict=True)):
             # Unfrozen since the last step: it has a gradient, and no place in the plan.
             trainable = trainable_of(groups)
-            agree(self.channel, Claim("step", None, Facts(map(str, read_specs(groups, trainable)))))
+            refusal = self._why_not_to_go_on(groups, trainable)
+            agree(self.channel, Claim("step", refusal, Facts(map(str, read_specs(groups, trainable)))))
             self.replan(groups, trainable)
         # A new plan may have more parameters, if a group was added; none of them can be late.
         self.gradients.reduce_late([*late, *[0] * (len(self.plan.params) - len(late))])

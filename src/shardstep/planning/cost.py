@@ -1,11 +1,12 @@
 """What stepping one parameter takes. In whole picoseconds: ranks that add up integers cannot differ in a last bit.
 
-[Note: where the figures come from] The launches of a step of `torch.optim.Muon` on one matrix, some forty, take the
-host 0.37 to 0.40 ms on an H200 with torch 2.11, up to 1024 x 4096, while the device has less to do than that: so small
-matrices all cost the same. From 2048 x 2048 on the device decides, at 620 to 650 TFLOP/s in bf16 and 4.3 TB/s in one
-long `lerp_`: the sum below is within a tenth of what was measured up to 8192 x 8192. Two CPU cores that are shared with
-others make 60 to 250 GFLOP/s of the same products. Only ratios decide who holds what, and a wrong one costs time, never
-correctness.
+[Note: where the figures come from] The launches of a step of `torch.optim.Muon` on one matrix, some two dozen, take
+the host 0.37 to 0.48 ms on an H200 with torch 2.11, for anything from 8 x 8 to 1024 x 4096: the device has less to do
+than that, so small matrices all cost the same. From 2048 x 2048 on the device decides: a step makes 500 to 630 TFLOP/s
+in bf16, all its passes included, and one long `lerp_` 4.3 TB/s. What is computed below is within an eighth of all that
+was measured from 768 x 768 to 8192 x 8192, but for 1024 x 4096 (0.48 ms) and 768 x 2304 (0.44 ms). Two CPU cores that
+are shared with others make 60 to 250 GFLOP/s of the same products. Only ratios decide who holds what, and a wrong one
+costs time, never correctness.
 """
 
 from __future__ import annotations

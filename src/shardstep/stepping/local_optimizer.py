@@ -57,9 +57,9 @@ def is_muon(optimizer_class: Any) -> bool:
 
 
 def check_shapes(optimizer_class: Any, specs: Iterable[ParamSpec]) -> None:
-    """Raise if Muon is given what is no matrix. Its constructor would, on the rank that holds it, and when parameters
-    have moved already; this is said on all ranks, of all parameters, and before anything has moved."""
-    refused = [f"{spec.name} of shape {spec.shape}" for spec in specs if len(spec.shape) != 2]
+    """Raise if Muon is to train what is no matrix. Its constructor would, but on the rank that holds it, and when
+    parameters have moved already; this is said on all ranks, of all parameters, and before anything has moved."""
+    refused = [f"{spec.name} of shape {spec.shape}" for spec in specs if spec.trainable and len(spec.shape) != 2]
     if is_muon(optimizer_class) and refused:
         more = f" and {len(refused) - _MOST_NAMED} others" if len(refused) > _MOST_NAMED else ""
         raise ValueError(
