@@ -3,6 +3,7 @@
 Planning runs on every rank at start-up and again whenever parameters change, before any tensor moves. It must stay
 cheap for jobs far larger than this machine; it needs no process group, so it is timed here as it runs there. Two
 tables show how it grows with the number of parameters P and of ranks N: no faster than P log N, far from P times N.
+A third shows how evenly whole matrices are dealt by what stepping them costs (dealing.py).
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
+from dealing import CASES, QUICK_CASES, dealing_grid, dealing_targets, look_at
 from report import Grid, Report, Spread, Target, make_console
 from rich.console import Console
 from rich.progress import track
 
 from shardstep.planning import Layout, ParamSpec, make_plan
+from shardstep.planning.cost import muon_cost
 
 EPILOG = """\
-  python benchmarks/planning.py            both tables, about half a minute
+  python benchmarks/planning.py            all tables, about half a minute
   python benchmarks/planning.py --quick    one repetition of a few small cases, seconds
 
 Results go to benchmarks/results/planning.md and .json (--quick: benchmarks/results/quick/, which git ignores).
@@ -61,7 +64,8 @@ class Timing:
 
 
 LAYOUTS = (Layout.WHOLE, Layout.FLAT)
-HEADLINE = [Case(layout.name, 10_000, 1_024) for layout in LAYOUTS]
+BY_COST = "WHOLE by cost"
+HEADLINE = [Case(layout, 10_000, 1_024) for layout in ("WHOLE", BY_COST, "FLAT")]
 BY_PARAMS = [Case(layout.name, p, 1_024) for layout in LAYOUTS for p in (1_000, 2_000, 5_000, 10_000, 20_000)]
 BY_RANKS = [Case(layout.name, 10_000, 2**k) for layout in LAYOUTS for k in range(13)]
 QUICK_BY_PARAMS = [Case(layout.name, p, 16) for layout in LAYOUTS for p in (100, 200)]
@@ -91,8 +95,10 @@ def time_cases(cases: Sequence[Case], repetitions: int, console: Console) -> dic
     shape: dict[Case, tuple[int, float]] = {}
     calls = [case for _ in range(repetitions) for case in distinct]
     for case in track(calls, "planning", console=console):
+        costs = [muon_cost("cuda").of(spec) for spec in specs[case.params]] if case.layout == BY_COST else None
+        layout = Layout.FLAT if case.layout == "FLAT" else Layout.WHOLE
         start, cpu_start = time.perf_counter(), time.process_time()
-        plan = make_plan(specs[case.params], Layout[case.layout], world_size=case.ranks)
+        plan = make_plan(specs[case.params], layout, world_size=case.ranks, costs=costs)
         seconds[case].append((time.perf_counter() - start, time.process_time() - cpu_start))
         held = plan.held()
         shape[case] = (sum(1 for _ in plan.pieces), max(held) * case.ranks / sum(held))
@@ -163,10 +169,12 @@ def main() -> int:
         (HEADLINE[:0], QUICK_BY_PARAMS, QUICK_BY_RANKS) if quick else (HEADLINE, BY_PARAMS, BY_RANKS)
     )
     timings = time_cases([*headline, *by_params, *by_ranks], 1 if quick else arguments.repetitions, console)
+    dealings = [look_at(case) for case in (QUICK_CASES if quick else CASES)]
     exponent = "The exponent of the growth is {}; 1 would be linear."
     grids = (
         grid("Growth with the parameters", by_params, timings, exponent.format(growth(by_params, timings, "params"))),
         grid("Growth with the ranks", by_ranks, timings, exponent.format(growth(by_ranks, timings, "ranks"))),
+        dealing_grid(dealings),
     )
     targets = tuple(
         Target(
@@ -178,8 +186,12 @@ def main() -> int:
         )
         for case in headline
     )
-    raw = {"cases": [asdict(timing) for timing in timings.values()]}
-    report = Report("planning", "The time planning takes", METHOD, grids, targets, raw)
+    raw = {
+        "cases": [asdict(timing) for timing in timings.values()],
+        "dealing": [asdict(dealing) for dealing in dealings],
+    }
+    targets += dealing_targets(dealings)
+    report = Report("planning", "The time planning takes, and how evenly it deals", METHOD, grids, targets, raw)
     return report.publish(console, quick=quick)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -220,7 +219,7 @@ def is_refused() -> None:
         return raised(lambda: shardstep.shard(Blocks(), *args, **options))[1]
 
     muon_on_all = [{"params": "rest", "optimizer": optim.Muon, "lr": 0.1}]
-    assert re.search(r"Muon refuses [a-z0-9.]+\.bias: ", text_of(groups=muon_on_all))
+    assert "Muon refuses embed.bias of shape (12,), blocks.0.0.bias" in text_of(groups=muon_on_all)
     assert "no group has embed.weight" in text_of(groups=both_groups()[:1])
     assert "both ask for blocks.0.0.weight" in text_of(groups=[*both_groups(), {**both_groups()[0]}])
     assert "lr: options belong into the groups" in text_of(groups=both_groups(), lr=0.1)

@@ -29,8 +29,9 @@ from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
 from shardstep.stepping.average import Average
+from shardstep.stepping.costs import StepCosts
 from shardstep.stepping.entries import Entry
-from shardstep.stepping.local_optimizer import is_of_torch
+from shardstep.stepping.local_optimizer import check_shapes, is_of_torch
 from shardstep.stepping.masters import Masters, has_narrow
 from shardstep.stepping.premises import Premises
 from shardstep.stepping.share import LocalShare
@@ -54,6 +55,7 @@ class Recipe:
     optimizer_class: type[Optimizer]
     defaults: Mapping[str, Any]
     layouts: Sequence[Layout]  # of each group
+    elementwise: Sequence[bool]  # of each group: whether it is, as far as a trial has seen
 
 
 class Engine:
@@ -66,6 +68,7 @@ class Engine:
         self._turns = Turns(channel)
         self.transport.before_waiting(self._turns.check)
         self._agreement = Agreement(channel)
+        self._costs = StepCosts(channel, recipe.optimizer_class, recipe.defaults)
         self._premises = Premises(model, has_buffers=config.sync_buffers)
         self._arriving: dict[int, Gather] = {}
         self._arrivals: Arrivals | None = None  # with gather="overlap"
@@ -79,11 +82,13 @@ class Engine:
     # -- the plan, and everything that is made from it ----------------------------------------------------------------
 
     def plan_for(self, groups: ParamGroups, trainable: Sequence[bool]) -> Plan:
+        """The same on all ranks, and called on all: what a step costs may have to be tried on one of them."""
         specs, params = read_specs(groups, trainable), params_of(groups)
         wanted = self._config.bucket_mb
         total = sum(param.nbytes for param, moves in zip(params, trainable, strict=True) if moves)
         sizes = self.transport.bucket_sizes(total) if wanted is None else BucketSizes(wanted * 1e6)
         itemsize = max((param.element_size() for param in params), default=4)
+        is_dealt = Layout.WHOLE in self._recipe.layouts and self.channel.world_size > 1
         # Gradients come from the last layer to the first, and so lie the buckets.
         return make_plan(
             specs,
@@ -93,6 +98,7 @@ class Engine:
             end_numel=int(sizes.ends / itemsize) if sizes.ends else None,
             alignment=ALIGNMENT_NBYTES // min((param.element_size() for param in params), default=4),
             order=range(len(specs))[::-1],
+            costs=self._costs.of(specs, groups, self._recipe.elementwise) if is_dealt else None,
         )
 
     def build(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry], action: str) -> None:
@@ -160,9 +166,9 @@ class Engine:
                     buckets_of.setdefault(params[segment.param], []).append(number)
             self._arrivals = Arrivals(self._model, buckets_of, self.wait_for, self.synchronize, self._readers)
 
-    def take_layouts(self, layouts: Sequence[Layout]) -> None:
+    def take_layouts(self, layouts: Sequence[Layout], elementwise: Sequence[bool]) -> None:
         """Of all groups; some were added."""
-        self._recipe = replace(self._recipe, layouts=layouts)
+        self._recipe = replace(self._recipe, layouts=layouts, elementwise=elementwise)
 
     def replan(self, groups: ParamGroups, trainable: Sequence[bool]) -> None:
         """Make a new plan and move what changes its holder. Called on all ranks, which have agreed on `trainable`."""
@@ -260,6 +266,7 @@ class Engine:
             self._memory.adopt()
             if trainable != self._trainable:  # what was frozen may belong to another optimizer, too
                 check_unowned(groups, self._model)
+                check_shapes(self._recipe.optimizer_class, groups, read_specs(groups, trainable))
         except Exception as error:
             return error
         return None
@@ -280,7 +287,8 @@ class Engine:
         if any(flag and not moves for flag, moves in zip(late, self._trainable, strict=True)):
             # Unfrozen since the last step: it has a gradient, and no place in the plan.
             trainable = trainable_of(groups)
-            agree(self.channel, Claim("step", None, Facts(map(str, read_specs(groups, trainable)))))
+            refusal = self._why_not_to_go_on(groups, trainable)
+            agree(self.channel, Claim("step", refusal, Facts(map(str, read_specs(groups, trainable)))))
             self.replan(groups, trainable)
         # A new plan may have more parameters, if a group was added; none of them can be late.
         self.gradients.reduce_late([*late, *[0] * (len(self.plan.params) - len(late))])

@@ -30,7 +30,9 @@ from shardstep.stepping.known import choose_layout, is_uneven
 from shardstep.stepping.local_optimizer import (
     build,
     check_optimizer_class,
+    check_shapes,
     check_takes_no_closure,
+    class_of,
     copy_options,
     is_of_torch,
     qualified_name,
@@ -39,7 +41,7 @@ from shardstep.stepping.local_optimizer import (
 from shardstep.stepping.masters import Source, cut_masters, given_masters, why_it_stalls
 from shardstep.stepping.options import class_line, option_keys, option_lines
 from shardstep.stepping.probe import probe
-from shardstep.stepping.several import check_class, class_of, read_classes, required, without_class
+from shardstep.stepping.several import check_class, read_classes, required, without_class
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
 from shardstep.wire.turns import Turn
@@ -101,7 +103,8 @@ class ShardedOptimizer(Optimizer):
             failure = error
         agree(channel, Claim("shard(...)", failure, facts))
         close_earlier(model, self.param_groups)  # its hooks would take the gradients away from this one
-        self._engine = Engine(model, channel, Recipe(self._class, self._defaults, self._layouts), config)
+        recipe = Recipe(self._class, self._defaults, self._layouts, self._elementwise)
+        self._engine = Engine(model, channel, recipe, config)
         plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
         params, broadcast = params_of(self.param_groups), self._engine.transport.broadcast
         masters = cut_masters(given, params, plan, channel.rank, broadcast)
@@ -122,6 +125,7 @@ class ShardedOptimizer(Optimizer):
         self._check_left_out(allowed=not getattr(self._class, "inner_classes", ()))
         check_parameters(chosen, allow_mixed_dtypes=True)
         check_unowned(chosen, self._model)
+        check_shapes(self._class, chosen, read_specs(chosen))
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
         empty = build(self._class, without_params(chosen), self._defaults, {})
         super().__init__(chosen, dict(empty.defaults))
@@ -137,18 +141,22 @@ class ShardedOptimizer(Optimizer):
         """Of each group: the same for all that one class steps."""
         device = params_of(self.param_groups)[0].device
         chosen: dict[Any, Layout] = {}
-        self._could_be_cut = False
+        elementwise: dict[Any, bool] = {}
         for kind in dict.fromkeys(class_of(self._class, group) for group in self.param_groups):
             own = [without_class(group) for group in self.param_groups if class_of(self._class, group) is kind]
             defaults = self._defaults if kind is self._class else required(kind, own[0])
             finding = probe(kind, defaults, own, device, of_torch=is_of_torch(kind))
             chosen[kind] = choose_layout(self._config.layout, kind, finding)
-            self._could_be_cut |= chosen[kind] is Layout.WHOLE and finding.is_elementwise
+            elementwise[kind] = finding.is_elementwise
+        self._elementwise = [elementwise[class_of(self._class, group)] for group in self.param_groups]
         return [chosen[class_of(self._class, group)] for group in self.param_groups]
 
     def _warn_if_uneven(self, plan: Plan) -> None:
         """A whole parameter can be too much for one rank; if it could be cut the caller is told, once for all ranks."""
-        could_be_cut = self._could_be_cut and self._config.layout is not Layout.WHOLE
+        pairs = zip(self._layouts, self._elementwise, strict=True)
+        could_be_cut = self._config.layout is not Layout.WHOLE and any(
+            kind is Layout.WHOLE and is_ for kind, is_ in pairs
+        )
         if could_be_cut and self._channel.rank == 0 and is_uneven(held := plan.held()):
             warnings.warn(
                 f"{qualified_name(self._class)} is not known to treat every element alone, so parameters are not cut: "
@@ -349,6 +357,7 @@ class ShardedOptimizer(Optimizer):
             check_parameters(self.param_groups, allow_mixed_dtypes=True)
             check_unowned(self.param_groups[-1:], self._model)
             check_class(self._class, self.param_groups[-1])
+            check_shapes(self._class, self.param_groups, read_specs(self.param_groups))
             empty = build(self._class, without_params(self.param_groups[-1:]), self._defaults, {})
             copy_options(empty.param_groups, self.param_groups[-1:])
             layouts = self._choose_layouts()
@@ -364,7 +373,7 @@ class ShardedOptimizer(Optimizer):
             self.param_groups = before
             raise
         self._layouts = layouts
-        self._engine.take_layouts(layouts)
+        self._engine.take_layouts(layouts, self._elementwise)
         with torch.no_grad():
             self._engine.transport.broadcast(self.param_groups[-1]["params"])
         self._engine.replan(self.param_groups, trainable_of(self.param_groups))

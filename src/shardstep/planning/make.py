@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import accumulate
 
+from shardstep.planning.dealing import deal_by_cost
 from shardstep.planning.layout import Layout, deal_whole
 from shardstep.planning.plan import Bucket, EqualRanges, Plan, Segment, WholeRanges, bucket_from_json
 from shardstep.planning.problems import find_problems
@@ -25,12 +26,14 @@ def make_plan(
     alignment: int = 1,
     holders: Sequence[int] | None = None,
     order: Sequence[int] | None = None,
+    costs: Sequence[int] | None = None,
 ) -> Plan:
     """Share out `specs` over `world_size` ranks; `layout` of all of them, or of each group.
 
     `order` is that in which the parameters lie in the buckets, by default that of `specs`.
 
     `holders[i]` is the rank that holds parameter i, where that was decided elsewhere (by DDP's buckets); WHOLE only.
+    `costs[i]` is what stepping parameter i takes, in any unit: by that WHOLE deals, or else by elements.
     `bucket_numel` bounds what travels together (None: one bucket per dtype and device), but for the padding to equal
     ranges; a WHOLE parameter larger than that travels alone, a FLAT one in several buckets. The first bucket and the
     last end, or begin, with the parameter that brings them to `end_numel`. Parameters begin at multiples of `alignment`
@@ -49,8 +52,7 @@ def make_plan(
         for index in _set_apart(specs, members, end_numel)
     }
     if holders is None:
-        kept = sorted(index for members in whole.values() for index in members)
-        dealt = [(kept[place], rank) for place, rank in deal_whole([specs[index] for index in kept], world_size)]
+        dealt = _deal(specs, sorted(index for members in whole.values() for index in members), world_size, costs, order)
     else:
         dealt = list(enumerate(holders))
     found = [
@@ -67,6 +69,24 @@ def make_plan(
     )
     _raise_if_any(find_problems(plan))
     return plan
+
+
+def _deal(
+    specs: Sequence[ParamSpec],
+    whole: Sequence[int],
+    world_size: int,
+    costs: Sequence[int] | None,
+    order: Sequence[int],
+) -> list[tuple[int, int]]:
+    """(parameter, rank) of those that stay whole."""
+    own = [specs[index] for index in whole]
+    if costs is None:
+        dealt = deal_whole(own, world_size)
+    else:
+        place = {index: number for number, index in enumerate(whole)}
+        in_order = [place[index] for index in order if index in place]
+        dealt = deal_by_cost(own, [costs[index] for index in whole], world_size, in_order)
+    return [(whole[number], rank) for number, rank in dealt]
 
 
 def _classes(

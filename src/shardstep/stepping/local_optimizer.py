@@ -16,6 +16,8 @@ _COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
     (torch.optim.LBFGS, "one line search and one direction over all parameters together"),
 )
 
+_MOST_NAMED = 8  # parameters in one error
+
 
 CLASS = "optimizer"  # of a group, where groups have optimizers of several classes
 _NO_OPTIONS = ("params", "param_names", CLASS)
@@ -52,6 +54,36 @@ def check_takes_no_closure(optimizer_class: Any) -> None:
         raise ValueError(
             f"{optimizer_class.__name__} computes the loss several times in a step, and a sharded step computes none, "
             "on one rank as on many. Use it unsharded, or shardstep.ZeroRedundancyOptimizer on one rank"
+        )
+
+
+def is_muon(optimizer_class: Any) -> bool:
+    """torch's own, and no subclass: what that takes, and what it computes, nobody knows."""
+    while isinstance(optimizer_class, partial):
+        optimizer_class = optimizer_class.func
+    return optimizer_class is torch.optim.Muon
+
+
+def class_of(optimizer_class: Any, group: Mapping[str, Any]) -> Any:
+    """That which steps a group."""
+    return group[CLASS] if getattr(optimizer_class, "inner_classes", ()) else optimizer_class
+
+
+def check_shapes(optimizer_class: Any, groups: Sequence[Mapping[str, Any]], specs: Iterable[ParamSpec]) -> None:
+    """Raise if Muon is to train what is no matrix. Its constructor would, but on the rank that holds it, and when
+    parameters have moved already; this is said on all ranks, of all parameters, and before anything has moved."""
+    by_muon = [is_muon(class_of(optimizer_class, group)) for group in groups]
+    refused = [
+        f"{spec.name} of shape {spec.shape}"
+        for spec in specs
+        if spec.trainable and by_muon[spec.group] and len(spec.shape) != 2
+    ]
+    if refused:
+        more = f" and {len(refused) - _MOST_NAMED} others" if len(refused) > _MOST_NAMED else ""
+        raise ValueError(
+            f"Muon refuses {', '.join(refused[:_MOST_NAMED])}{more}: it takes 2-D matrices only. Give "
+            'the rest another class: groups=[{"params": "blocks.*.weight", "optimizer": Muon}, {"params": "rest", '
+            '"optimizer": AdamW}]'
         )
 
 

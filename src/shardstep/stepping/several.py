@@ -90,11 +90,6 @@ def read_classes(optimizer_class: Any, groups: Any, defaults: Mapping[str, Any])
     return several(classes), read, {}
 
 
-def class_of(optimizer_class: Any, group: Mapping[str, Any]) -> Any:
-    """That which steps a group."""
-    return group[CLASS] if getattr(optimizer_class, "inner_classes", ()) else optimizer_class
-
-
 def check_class(optimizer_class: Any, group: Mapping[str, Any]) -> None:
     """Raise if a group that is added has no class, or one that no other group has."""
     inner = getattr(optimizer_class, "inner_classes", ())

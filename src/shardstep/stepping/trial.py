@@ -57,7 +57,7 @@ class Trial:
         """Step the tensors, those of one row by one instance; `gradients[t]` are those of step t, in order."""
         _seed(seed)
         params = [[value.clone().requires_grad_() for value in row] for row in instances]
-        optimizers = [self._make(row) for row in params]
+        optimizers = [self.make(row) for row in params]
         counters = [Counters(optimizer) for optimizer in optimizers]
         flat = [param for row in params for param in row]
         for number, row in enumerate(gradients):
@@ -83,7 +83,7 @@ class Trial:
             [_kept_by_itself(*pair) for pair in zip(optimizers, counters, strict=True)],
         )
 
-    def _make(self, params: Tensors) -> Optimizer:
+    def make(self, params: Tensors) -> Optimizer:
         return self.optimizer_class([{**_moving(self.options), "params": params}], **_moving(self.defaults))
 
 
