@@ -30,6 +30,7 @@ from shardstep.state.audit import Audit
 from shardstep.state.resharding import reshard
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import is_of_torch
+from shardstep.stepping.parts import Scaling
 from shardstep.stepping.premises import Premises
 from shardstep.stepping.share import LocalShare
 from shardstep.stepping.two_streams import in_halves, two_streams
@@ -188,7 +189,7 @@ class Engine:
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
-    def step(self, groups: ParamGroups) -> None:
+    def step(self, groups: ParamGroups, scaling: Scaling | None = None) -> None:
         """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
         self.synchronize()
         trainable = trainable_of(groups)
@@ -203,7 +204,7 @@ class Engine:
         self._look_at_everything(groups)
         changed = trainable != self._trainable
         facts = Facts(map(str, read_specs(groups, trainable))) if changed else self._facts
-        failure = self._step_and_send(groups, facts)
+        failure = self._step_and_send(groups, facts, scaling)
         if self._agreement.is_exchanged_when_read:
             # Now, and on all ranks: later one of them alone may read its weights, and would wait for the others.
             try:
@@ -271,7 +272,7 @@ class Engine:
         # A new plan may have more parameters, if a group was added; none of them can be late.
         self.gradients.reduce_late([*late, *[0] * (len(self.plan.params) - len(late))])
 
-    def _step_and_send(self, groups: ParamGroups, facts: Facts) -> Exception | None:
+    def _step_and_send(self, groups: ParamGroups, facts: Facts, scaling: Scaling | None) -> Exception | None:
         """One group of buckets is on its way while the next is stepped. Returns what failed on this rank."""
         failure = self._why_not_to_step()
         try:
@@ -288,7 +289,7 @@ class Engine:
                 with nullcontext() if streams is None else streams.of(number):
                     try:
                         if failure is None:
-                            self.share.step(number, self.gradients.of_run)
+                            self.share.step(number, self.gradients.of_run, scaling)
                     except Exception as error:
                         failure = error
                     if number + 1 == len(self._together):

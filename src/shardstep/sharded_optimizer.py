@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from shardstep.arguments import check_model, check_parameters, parameters_of, read_group, read_groups
 from shardstep.config import ShardConfig
 from shardstep.engine import Engine, Recipe, params_of, trainable_of
+from shardstep.gradients.clipping import clip_norm
 from shardstep.gradients.guard import guard, release
-from shardstep.gradients.norms import norms_by_parameter, total_norm
+from shardstep.gradients.norms import norms_by_parameter
+from shardstep.gradients.scaling import Unscaled, unscale, unscale_kept
 from shardstep.gradients.wrapped import refuse_ddp
 from shardstep.owners import check_unowned, close_earlier, take
 from shardstep.planning import Layout, Piece, Plan, read_specs
@@ -36,6 +38,7 @@ from shardstep.stepping.local_optimizer import (
     without_params,
 )
 from shardstep.stepping.options import class_line, option_keys, option_lines
+from shardstep.stepping.parts import Scaling, takes_scaling
 from shardstep.stepping.probe import probe
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
@@ -75,6 +78,7 @@ class ShardedOptimizer(Optimizer):
         defaults: dict[str, Any],
     ) -> None:
         self._ready = self._closed = False
+        self._unscaled = Unscaled()
         self._model, self._class, self._config = model, optimizer_class, config
         self._channel = channel = open_channel(process_group, accelerator_among(parameters_of(model)))
         failure, facts = None, Facts()
@@ -169,8 +173,23 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         if self._closed:
             raise RuntimeError("this optimizer was closed: shard(...) was called again on its model, or close()")
-        self._engine.step(self.param_groups)
+        self._engine.step(self.param_groups, self._scaling())
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's `GradScaler` asks: whether `step` takes its verdict on the device, and skips there."""
+        return takes_scaling(self._engine.share.local)
+
+    def _scaling(self) -> Scaling | None:
+        """What `GradScaler.step` has left on this optimizer, for its `step`."""
+        found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        if found_inf is None:
+            return None
+        if self._config.gradients == "keep" and scale is not None:
+            unscale_kept(params_of(self.param_groups), scale)
+            scale = None
+        return Scaling(found_inf, scale)
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval`, if the class has them (schedule-free ones do). They change weights: call on all ranks."""
@@ -224,17 +243,14 @@ class ShardedOptimizer(Optimizer):
         params = params_of(self.param_groups)
         if keep:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        shards = self._engine.gradients.shards()
-        norm = total_norm(self._engine.transport, shards, norm_type, params[0])
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
-                "pass error_if_nonfinite=False to scale by it anyway"
-            )
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as torch's
-        if not (factor.device.type == "cpu" and factor == 1.0):  # there a look costs nothing, and a product does
-            _scale(shards, factor)
-        return norm.to(shards[0].dtype.to_real() if shards else params[0].dtype.to_real())
+        return clip_norm(
+            self._engine.transport,
+            self._engine.gradients.shards(),
+            max_norm,
+            norm_type,
+            params[0],
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
@@ -244,6 +260,23 @@ class ShardedOptimizer(Optimizer):
         else:
             for gradient in self._engine.gradients.shards():
                 gradient.clamp_(-clip_value, clip_value)
+
+    def gradient_to_unscale(self, param: torch.Tensor, call: Mapping[str, Any]) -> torch.Tensor | None:
+        """What torch's `GradScaler` is to find in `param.grad`; `call` are the variables of its function."""
+        if self._unscaled.call is not call["found_inf"]:
+            self._unscaled = Unscaled(call["found_inf"], self._unscale(call["inv_scale"], call["allow_fp16"]))
+        return self._unscaled.of(param)
+
+    def _unscale(self, inverse: torch.Tensor, allow_fp16: bool) -> torch.Tensor | None:
+        """On all ranks; a `verdict`, if the gradients lie in shards and there are any."""
+        engine, params = self._engine, params_of(self.param_groups)
+        engine.take_turn(Turn.UNSCALE, self.param_groups)
+        kinds = {param.dtype for param, used in zip(params, engine.gradients.used, strict=True) if used}
+        if self._config.gradients == "keep" or not kinds:
+            return None
+        if torch.float16 in kinds and not allow_fp16:
+            return params[0].new_zeros(1, dtype=torch.float16)  # the scaler refuses it, on all ranks
+        return unscale(engine.transport, engine.gradients.shards(), inverse, params[0])
 
     def holds_gradient_of(self, param: torch.Tensor) -> bool:
         """Whether `param` has a gradient that torch's functions do not see."""
@@ -381,12 +414,3 @@ class ShardedOptimizer(Optimizer):
     def predicted_nbytes(self) -> int:
         """What this rank needs for parameters, state, gradients and buckets on their way, by the plan."""
         return self._engine.predicted_nbytes()
-
-
-def _scale(shards: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """In place, by a number that stays where it is; those of a dtype and device in one call."""
-    classes: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for values in shards:
-        classes.setdefault((values.dtype, values.device), []).append(values)
-    for (dtype, device), members in classes.items():
-        torch._foreach_mul_(members, factor.to(device=device, dtype=dtype.to_real()))

@@ -22,7 +22,7 @@ from shardstep.planning import Layout, Piece, Plan
 from shardstep.planning.runs import Run, find_runs
 from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 from shardstep.stepping.local_optimizer import build, is_of_torch
-from shardstep.stepping.parts import PartedOptimizer, placeholder
+from shardstep.stepping.parts import PartedOptimizer, Scaling, placeholder
 from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -146,7 +146,12 @@ class LocalShare:
         assert self._parted is not None, "built"
         self._parted.begin(param_groups)
 
-    def step(self, group: int, gradients_of: Callable[[int, Run], torch.Tensor | None]) -> None:
+    def step(
+        self,
+        group: int,
+        gradients_of: Callable[[int, Run], torch.Tensor | None],
+        scaling: Scaling | None = None,
+    ) -> None:
         """Step the buckets of a group; `gradients_of` a run of a bucket are flat, or None."""
         shaped = [
             _like(gradients_of(bucket, run), tensor)
@@ -154,7 +159,7 @@ class LocalShare:
             for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
         ]
         assert self._parted is not None, "built"
-        self._parted.step(group, shaped)
+        self._parted.step(group, shaped, scaling)
 
     def end(self, param_groups: ParamGroups) -> None:
         assert self._parted is not None, "built"

@@ -23,6 +23,7 @@ class Turn(IntEnum):
     CLIP_VALUE = 2
     NORMS = 3
     STEP = 4
+    UNSCALE = 5
 
 
 _PREMISE = bytes(8)  # a digest
@@ -33,6 +34,7 @@ _WORDS = {
     Turn.CLIP_VALUE: "call clip_grad_value_()",
     Turn.NORMS: "call grad_norms()",
     Turn.STEP: "call step()",
+    Turn.UNSCALE: "unscale gradients with a GradScaler",
 }
 
 
