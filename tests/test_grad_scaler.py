@@ -143,7 +143,7 @@ def test_clipping_comes_after_unscaling(workers, ranks, way):
     workers(ranks).run(clips_what_is_unscaled, way)
 
 
-# -- ranks that hold little ----------------------------------------------------------------------------------------------
+# -- ranks that hold little -------------------------------------------------------------------------------------------
 
 
 class Small(nn.Module):
@@ -202,7 +202,7 @@ def test_a_rank_without_a_batch_unscales_its_part(workers, way):
     workers(2).run(has_no_batch, way)
 
 
-# -- what is refused, and what goes on -----------------------------------------------------------------------------------
+# -- what is refused, and what goes on --------------------------------------------------------------------------------
 
 
 def unscales_alone(config: str, way: str) -> None:
