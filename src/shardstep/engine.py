@@ -9,7 +9,7 @@ When the facts change (a parameter is frozen, a group is added) a new plan is ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, quickly, span_of
 from shardstep.owners import check_unowned
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.state.audit import Audit
+from shardstep.state.handing_over import hand_over
 from shardstep.state.resharding import reshard
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import is_of_torch
@@ -37,6 +38,7 @@ from shardstep.stepping.two_streams import in_halves, two_streams
 from shardstep.wire.agreement import Agreement, Claim, Facts, agree
 from shardstep.wire.channel import Channel
 from shardstep.wire.choose import open_transport, release
+from shardstep.wire.tensors import broadcast_tensors
 from shardstep.wire.transport import BucketSizes, Gather
 from shardstep.wire.turns import Turn, Turns
 
@@ -72,6 +74,7 @@ class Engine:
         self._audit = None if config.audit is None else Audit(channel)
         self._steps = 0
         self._counted: Mapping[str, Any] = {}  # what the optimizer's class has counted on itself under earlier plans
+        self.keeps_gradients = config.gradients == "keep"
         with torch.no_grad():
             self.transport.broadcast([*params, *model.buffers()])
 
@@ -121,7 +124,7 @@ class Engine:
             self._memory,
             self._recipe.layout,
             self._together,
-            join=self._config.gradients == "shard",
+            join=not self.keeps_gradients,
         )
         self.share.build(groups, entries, self._counted)
 
@@ -131,7 +134,7 @@ class Engine:
         self._premises.watch(groups)
         overlap = self._config.gather == "overlap"
         self._gathers = self.transport.range_gathers(self._memory.buckets, ring=not overlap)
-        sharded = self._config.gradients == "shard"
+        sharded = not self.keeps_gradients
         given = Surroundings(
             self.channel,
             self.transport,
@@ -192,14 +195,22 @@ class Engine:
     def step(self, groups: ParamGroups, scaling: Scaling | None = None) -> None:
         """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
         self.synchronize()
-        trainable = trainable_of(groups)
-        self._turns.premise = self._premises.look(groups, self._why_not_to_go_on(groups, trainable))
+        self._look(groups)
         self.take_turn(Turn.STEP, groups)
-        if self._turns.premises_differ:
+        self._step_together(groups, scaling)
+
+    def _look(self, groups: ParamGroups) -> None:
+        why_not = self._why_not_to_go_on(groups, trainable_of(groups))
+        self._turns.premise = self._premises.look(groups, why_not)
+
+    def _step_together(self, groups: ParamGroups, scaling: Scaling | None) -> None:
+        """All ranks have turned to it."""
+        if self._turns.premises_differ or self._turns.followers:
             self._turns.premises_differ = False
             agree(self.channel, Claim("step", self._premises.failure, Facts(self._premises.lines())))
         if self._premises.failure is not None:  # the same on all ranks, or their digests would differ
             raise self._premises.failure
+        trainable = trainable_of(groups)
         self._sync_buffers()
         self._look_at_everything(groups)
         changed = trainable != self._trainable
@@ -238,7 +249,11 @@ class Engine:
         DDP does this in forward. Here it would be a collective that nobody sees: an evaluation on rank 0 alone, which
         under DDP goes round the wrapper, would hang.
         """
-        if self._premises.buffers:
+        if not self._premises.buffers:
+            return
+        if self._turns.notify is not None:  # rank 0 may be without inputs, and without news
+            broadcast_tensors(self.channel, self._premises.buffers, self._turns.source)
+        else:
             self.transport.broadcast(self._premises.buffers)
 
     def _why_not_to_go_on(self, groups: ParamGroups, trainable: Sequence[bool]) -> Exception | None:
@@ -251,18 +266,34 @@ class Engine:
             return error
         return None
 
-    def take_turn(self, turn: Turn, groups: ParamGroups, *, waits: bool = True) -> None:
-        """Before anything is done with gradients: `turn` says what, and `waits` whether it waits for other ranks."""
-        if self._turns.apart:
-            self._turns.raise_if_apart()
+    def take_turn(
+        self, turn: Turn, groups: ParamGroups, *, waits: bool = True, told: Mapping[str, Any] | None = None
+    ) -> None:
+        """Before anything is done with gradients: `turn` says what, and `waits` whether it waits for other ranks.
+
+        Inside Join ranks without inputs are `told` how it is to be done.
+        """
+        turns = self._turns
+        if turns.apart:
+            turns.raise_if_apart()
+        if turns.notify is not None:
+            waits = True  # what a rank does to its own shards alone, those without inputs do to theirs
+            if self.gradients.rest:
+                self.gradients.make_up_for_a_pass()
+            turns.notify()
         try:
             late = self.gradients.settle(turn if waits else None)
         except RuntimeError as error:
             raise self._why_not_to_step() or error from None  # this rank's own reason, if it has one
         if waits or any(late):
-            self._turns.announce(turn)
-        if not any(late):
-            return
+            turns.announce(turn)
+        if turns.followers:
+            self._hand_over(turn, groups, told or {})
+        if any(late):
+            self._take_in(late, groups)
+
+    def _take_in(self, late: Sequence[int], groups: ParamGroups) -> None:
+        """What came too late to be reduced in its pass, on some rank."""
         self._turns.check()
         if any(flag and not moves for flag, moves in zip(late, self._trainable, strict=True)):
             # Unfrozen since the last step: it has a gradient, and no place in the plan.
@@ -271,6 +302,59 @@ class Engine:
             self.replan(groups, trainable)
         # A new plan may have more parameters, if a group was added; none of them can be late.
         self.gradients.reduce_late([*late, *[0] * (len(self.plan.params) - len(late))])
+
+    # -- uneven inputs ------------------------------------------------------------------------------------------------
+
+    def join(self, notify: Callable[[], None] | None) -> None:
+        """Inside Join `notify` is called before anything that ranks without inputs take part in; None: it is over."""
+        self._turns.notify = notify if self.channel.world_size > 1 else None
+        self._turns.followers, self._turns.source = (), self.channel.world_size - 1
+
+    def check_not_joined(self, action: str) -> None:
+        if self._turns.notify is not None:
+            raise RuntimeError(f"{action} inside Join would wait for ranks that have no inputs left: call it outside")
+
+    def follow(self, groups: ParamGroups) -> tuple[Turn, Mapping[str, Any]]:
+        """This rank has no inputs: do one thing that the others do. Norms and clipping are left to the caller."""
+        self._turns.following = True
+        try:
+            return self._follow(groups)
+        finally:
+            self._turns.following = False
+
+    def _follow(self, groups: ParamGroups) -> tuple[Turn, Mapping[str, Any]]:
+        turns = self._turns
+        if self.gradients.rest:
+            self.synchronize()
+            self.gradients.clear(to_none=True)  # of the last step: the others have dropped theirs
+            self.gradients.make_up_for_a_pass()
+            return Turn.PASS, {}
+        late = self.gradients.settle(Turn.FOLLOW)
+        turns.announce(Turn.FOLLOW)
+        turn, dropped = Turn(turns.others[0]), turns.others[1]
+        if dropped:
+            self.gradients.clear(to_none=True)
+        if turn is Turn.PASS:
+            self.gradients.make_up_for_a_pass()
+            return turn, {}
+        told = self._hand_over(turn, groups, {})
+        if any(late):
+            self._take_in(late, groups)
+        if turn is Turn.STEP:
+            self._look(groups)
+            self._step_together(groups, None)
+        return turn, told
+
+    def _hand_over(self, turn: Turn, groups: ParamGroups, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        turns = self._turns
+        if turn is Turn.UNSCALE:
+            raise RuntimeError(
+                f"a GradScaler cannot go on inside Join when ranks have run out of inputs ({list(turns.followers)}): "
+                "there its scale would stand still. Give all ranks the same number of batches, or train in bfloat16"
+            )
+        return hand_over(self.channel, turns.source, turns.followers, groups, told)
+
+    # -- one step -----------------------------------------------------------------------------------------------------
 
     def _step_and_send(self, groups: ParamGroups, facts: Facts, scaling: Scaling | None) -> Exception | None:
         """One group of buckets is on its way while the next is stepped. Returns what failed on this rank."""
@@ -310,6 +394,7 @@ class Engine:
 
     def switch(self, groups: ParamGroups, mode: str) -> None:
         """`train()` or `eval()` of the class, which may change weights: this rank's share, and then all of it."""
+        self.check_not_joined(f"{mode}()")
         self.synchronize()
         agree(self.channel, Claim(f"{mode}()", None, Facts([mode])))
         for gather in self._gathers:

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.arguments import check_model, check_parameters, parameters_of, read_group, read_groups
 from shardstep.config import ShardConfig
 from shardstep.engine import Engine, Recipe, params_of, trainable_of
-from shardstep.gradients.clipping import clip_norm
+from shardstep.gradient_calls import clamp, clip, norms, unscale_all
 from shardstep.gradients.guard import guard, release
-from shardstep.gradients.norms import norms_by_parameter
-from shardstep.gradients.scaling import Unscaled, unscale, unscale_kept
+from shardstep.gradients.scaling import Unscaled, unscale_kept
 from shardstep.gradients.wrapped import refuse_ddp
 from shardstep.owners import check_unowned, close_earlier, take
 from shardstep.planning import Layout, Piece, Plan, read_specs
@@ -40,6 +40,7 @@ from shardstep.stepping.local_optimizer import (
 from shardstep.stepping.options import class_line, option_keys, option_lines
 from shardstep.stepping.parts import Scaling, takes_scaling
 from shardstep.stepping.probe import probe
+from shardstep.uneven_inputs import FastLaneJoinHook
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
 from shardstep.wire.turns import Turn
@@ -65,7 +66,7 @@ def shard(
     return ShardedOptimizer(model, optimizer_class, groups, process_group, config or ShardConfig(), defaults)
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, Joinable):
     """Made by `shard`. `param_groups` hold the model's own parameters; each rank steps an equal share of them."""
 
     def __init__(
@@ -79,6 +80,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self._ready = self._closed = False
         self._unscaled = Unscaled()
+        Joinable.__init__(self)
         self._model, self._class, self._config = model, optimizer_class, config
         self._channel = channel = open_channel(process_group, accelerator_among(parameters_of(model)))
         failure, facts = None, Facts()
@@ -186,7 +188,7 @@ class ShardedOptimizer(Optimizer):
         found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
         if found_inf is None:
             return None
-        if self._config.gradients == "keep" and scale is not None:
+        if self._engine.keeps_gradients and scale is not None:
             unscale_kept(params_of(self.param_groups), scale)
             scale = None
         return Scaling(found_inf, scale)
@@ -223,14 +225,9 @@ class ShardedOptimizer(Optimizer):
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
         """The norm of the mean gradient of every parameter, by name; the same on every rank. The host waits for it."""
-        engine = self._engine
-        engine.take_turn(Turn.NORMS, self.param_groups)
-        pieces = [(piece.param, gradient) for piece, gradient in engine.gradients.present()]
-        specs, first = engine.plan.params, params_of(self.param_groups)[0]
-        norms = norms_by_parameter(engine.transport, pieces, len(specs), norm_type, first)
-        return {spec.name: norm for spec, norm in zip(specs, norms, strict=True) if spec.trainable}
+        self._engine.take_turn(Turn.NORMS, self.param_groups, told={"norm_type": norm_type})
+        return norms(self._engine, self.param_groups, norm_type)
 
-    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -238,45 +235,24 @@ class ShardedOptimizer(Optimizer):
 
         What is returned lies where the gradients do, and nothing here waits for it; `error_if_nonfinite` does.
         """
-        keep = self._config.gradients == "keep"
-        self._engine.take_turn(Turn.CLIP_NORM, self.param_groups, waits=not keep)
-        params = params_of(self.param_groups)
-        if keep:
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        return clip_norm(
-            self._engine.transport,
-            self._engine.gradients.shards(),
-            max_norm,
-            norm_type,
-            params[0],
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        told = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        waits = not self._engine.keeps_gradients
+        self._engine.take_turn(Turn.CLIP_NORM, self.param_groups, waits=waits, told=told)
+        return clip(self._engine, self.param_groups, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
-        self._engine.take_turn(Turn.CLIP_VALUE, self.param_groups, waits=False)
-        if self._config.gradients == "keep":
-            torch.nn.utils.clip_grad_value_(params_of(self.param_groups), clip_value)
-        else:
-            for gradient in self._engine.gradients.shards():
-                gradient.clamp_(-clip_value, clip_value)
+        told = {"clip_value": clip_value}
+        self._engine.take_turn(Turn.CLIP_VALUE, self.param_groups, waits=False, told=told)
+        clamp(self._engine, self.param_groups, clip_value)
 
     def gradient_to_unscale(self, param: torch.Tensor, call: Mapping[str, Any]) -> torch.Tensor | None:
         """What torch's `GradScaler` is to find in `param.grad`; `call` are the variables of its function."""
         if self._unscaled.call is not call["found_inf"]:
-            self._unscaled = Unscaled(call["found_inf"], self._unscale(call["inv_scale"], call["allow_fp16"]))
+            self._engine.take_turn(Turn.UNSCALE, self.param_groups)
+            verdict = unscale_all(self._engine, self.param_groups, call["inv_scale"], call["allow_fp16"])
+            self._unscaled = Unscaled(call["found_inf"], verdict)
         return self._unscaled.of(param)
-
-    def _unscale(self, inverse: torch.Tensor, allow_fp16: bool) -> torch.Tensor | None:
-        """On all ranks; a `verdict`, if the gradients lie in shards and there are any."""
-        engine, params = self._engine, params_of(self.param_groups)
-        engine.take_turn(Turn.UNSCALE, self.param_groups)
-        kinds = {param.dtype for param, used in zip(params, engine.gradients.used, strict=True) if used}
-        if self._config.gradients == "keep" or not kinds:
-            return None
-        if torch.float16 in kinds and not allow_fp16:
-            return params[0].new_zeros(1, dtype=torch.float16)  # the scaler refuses it, on all ranks
-        return unscale(engine.transport, engine.gradients.shards(), inverse, params[0])
 
     def holds_gradient_of(self, param: torch.Tensor) -> bool:
         """Whether `param` has a gradient that torch's functions do not see."""
@@ -304,6 +280,7 @@ class ShardedOptimizer(Optimizer):
         if not self._ready:  # torch.optim.Optimizer's constructor
             super().add_param_group(param_group)
             return
+        self._engine.check_not_joined("add_param_group")
         self.synchronize()
         self._engine.gradients.settle(None)  # a rank that made no pass makes up for it: the others wait for its part
         failure, facts = None, Facts()
@@ -375,6 +352,7 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, or the state_dict of the plain optimizer. On all ranks."""
+        self._engine.check_not_joined("load_state_dict")
         self.synchronize()
         failure, plan = None, self._engine.plan
         entries: dict[Piece, Entry] = {}
@@ -404,6 +382,21 @@ class ShardedOptimizer(Optimizer):
         self._engine.load(self.param_groups, plan, copy.deepcopy(entries))
         for last in self._optimizer_load_state_dict_post_hooks.values():
             last(self)
+
+    # -- uneven inputs ------------------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For `with torch.distributed.algorithms.join.Join([opt]):` ranks may have different numbers of batches."""
+        return FastLaneJoinHook(self, self._engine, kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        device: torch.device = params_of(self.param_groups)[0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._channel.group
 
     # -- what it takes ------------------------------------------------------------------------------------------------
 
