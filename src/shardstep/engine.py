@@ -9,7 +9,7 @@ When the facts change (a parameter is frozen, a group is added) a new plan is ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +64,8 @@ class Engine:
         self._model, self.channel, self._recipe, self._config = model, channel, recipe, config
         params = list(model.parameters())
         self.transport = open_transport(channel, params, self, ordered_sums=config.ordered_sums)
-        self._turns = Turns(channel)
-        self.transport.before_waiting(self._turns.check)
+        self.turns = Turns(channel)
+        self.transport.before_waiting(self.turns.check)
         self._agreement = Agreement(channel)
         self._premises = Premises(model, has_buffers=config.sync_buffers)
         self._arriving: dict[int, Gather] = {}
@@ -138,7 +138,7 @@ class Engine:
         given = Surroundings(
             self.channel,
             self.transport,
-            self._turns,
+            self.turns,
             self._model,
             self._memory,
             params,
@@ -195,18 +195,19 @@ class Engine:
     def step(self, groups: ParamGroups, scaling: Scaling | None = None) -> None:
         """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
         self.synchronize()
-        self._look(groups)
+        self.look(groups)
         self.take_turn(Turn.STEP, groups)
-        self._step_together(groups, scaling)
+        self.step_together(groups, scaling)
 
-    def _look(self, groups: ParamGroups) -> None:
+    def look(self, groups: ParamGroups) -> None:
+        """Whether this rank can step, before it says that it does."""
         why_not = self._why_not_to_go_on(groups, trainable_of(groups))
-        self._turns.premise = self._premises.look(groups, why_not)
+        self.turns.premise = self._premises.look(groups, why_not)
 
-    def _step_together(self, groups: ParamGroups, scaling: Scaling | None) -> None:
+    def step_together(self, groups: ParamGroups, scaling: Scaling | None) -> None:
         """All ranks have turned to it."""
-        if self._turns.premises_differ or self._turns.followers:
-            self._turns.premises_differ = False
+        if self.turns.premises_differ or self.turns.followers:
+            self.turns.premises_differ = False
             agree(self.channel, Claim("step", self._premises.failure, Facts(self._premises.lines())))
         if self._premises.failure is not None:  # the same on all ranks, or their digests would differ
             raise self._premises.failure
@@ -251,8 +252,8 @@ class Engine:
         """
         if not self._premises.buffers:
             return
-        if self._turns.notify is not None:  # rank 0 may be without inputs, and without news
-            broadcast_tensors(self.channel, self._premises.buffers, self._turns.source)
+        if self.turns.notify is not None:  # rank 0 may be without inputs, and without news
+            broadcast_tensors(self.channel, self._premises.buffers, self.turns.source)
         else:
             self.transport.broadcast(self._premises.buffers)
 
@@ -273,7 +274,7 @@ class Engine:
 
         Inside Join ranks without inputs are `told` how it is to be done.
         """
-        turns = self._turns
+        turns = self.turns
         if turns.apart:
             turns.raise_if_apart()
         if turns.notify is not None:
@@ -288,13 +289,13 @@ class Engine:
         if waits or any(late):
             turns.announce(turn)
         if turns.followers:
-            self._hand_over(turn, groups, told or {})
+            self.hand_over_for(turn, groups, told or {})
         if any(late):
-            self._take_in(late, groups)
+            self.take_in(late, groups)
 
-    def _take_in(self, late: Sequence[int], groups: ParamGroups) -> None:
+    def take_in(self, late: Sequence[int], groups: ParamGroups) -> None:
         """What came too late to be reduced in its pass, on some rank."""
-        self._turns.check()
+        self.turns.check()
         if any(flag and not moves for flag, moves in zip(late, self._trainable, strict=True)):
             # Unfrozen since the last step: it has a gradient, and no place in the plan.
             trainable = trainable_of(groups)
@@ -303,58 +304,19 @@ class Engine:
         # A new plan may have more parameters, if a group was added; none of them can be late.
         self.gradients.reduce_late([*late, *[0] * (len(self.plan.params) - len(late))])
 
-    # -- uneven inputs ------------------------------------------------------------------------------------------------
-
-    def join(self, notify: Callable[[], None] | None) -> None:
-        """Inside Join `notify` is called before anything that ranks without inputs take part in; None: it is over."""
-        self._turns.notify = notify if self.channel.world_size > 1 else None
-        self._turns.followers, self._turns.source = (), self.channel.world_size - 1
-
     def check_not_joined(self, action: str) -> None:
-        if self._turns.notify is not None:
+        if self.turns.notify is not None:
             raise RuntimeError(f"{action} inside Join would wait for ranks that have no inputs left: call it outside")
 
-    def follow(self, groups: ParamGroups) -> tuple[Turn, Mapping[str, Any]]:
-        """This rank has no inputs: do one thing that the others do. Norms and clipping are left to the caller."""
-        self._turns.following = True
-        try:
-            return self._follow(groups)
-        finally:
-            self._turns.following = False
-
-    def _follow(self, groups: ParamGroups) -> tuple[Turn, Mapping[str, Any]]:
-        turns = self._turns
-        if self.gradients.rest:
-            self.synchronize()
-            self.gradients.clear(to_none=True)  # of the last step: the others have dropped theirs
-            self.gradients.make_up_for_a_pass()
-            return Turn.PASS, {}
-        late = self.gradients.settle(Turn.FOLLOW)
-        turns.announce(Turn.FOLLOW)
-        turn, dropped = Turn(turns.others[0]), turns.others[1]
-        if dropped:
-            self.gradients.clear(to_none=True)
-        if turn is Turn.PASS:
-            self.gradients.make_up_for_a_pass()
-            return turn, {}
-        told = self._hand_over(turn, groups, {})
-        if any(late):
-            self._take_in(late, groups)
-        if turn is Turn.STEP:
-            self._look(groups)
-            self._step_together(groups, None)
-        return turn, told
-
-    def _hand_over(self, turn: Turn, groups: ParamGroups, told: Mapping[str, Any]) -> Mapping[str, Any]:
-        turns = self._turns
+    def hand_over_for(self, turn: Turn, groups: ParamGroups, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Inside Join: what ranks without inputs need for `turn`; called on all ranks."""
+        turns = self.turns
         if turn is Turn.UNSCALE:
             raise RuntimeError(
                 f"a GradScaler cannot go on inside Join when ranks have run out of inputs ({list(turns.followers)}): "
                 "there its scale would stand still. Give all ranks the same number of batches, or train in bfloat16"
             )
         return hand_over(self.channel, turns.source, turns.followers, groups, told)
-
-    # -- one step -----------------------------------------------------------------------------------------------------
 
     def _step_and_send(self, groups: ParamGroups, facts: Facts, scaling: Scaling | None) -> Exception | None:
         """One group of buckets is on its way while the next is stepped. Returns what failed on this rank."""
@@ -423,7 +385,7 @@ class Engine:
         if self._arriving:
             self.wait_for(list(self._arriving))
         if self._agreement.is_open:
-            self._turns.check()
+            self.turns.check()
             self._agreement.finish()
 
     def wait_for(self, buckets: Sequence[int]) -> None:
@@ -440,14 +402,14 @@ class Engine:
     def close(self, groups: ParamGroups) -> None:
         """Let go of the model; raises if a rank failed in the last step."""
         try:
-            if not self._turns.apart:
+            if not self.turns.apart:
                 self.synchronize()
         finally:
             self.let_go(groups)
 
     def let_go(self, groups: ParamGroups) -> None:
         """As `close`, and waits for nothing but weights: nobody is there to be told of a failure."""
-        if self._turns.apart:
+        if self.turns.apart:
             self._forget_arrivals()  # they will not come, and nobody may wait for them
             self._leave_what_may_arrive(groups)
         else:

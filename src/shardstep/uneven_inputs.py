@@ -45,8 +45,8 @@ class FastLaneJoinHook(JoinHook):
                 "Join([optimizer]) takes a sharded optimizer by itself: others that join with it would be asked to "
                 "take part in its clipping and in each of its backward passes"
             )
-        if call["enable"]:
-            engine.join(self._notify)
+        if call["enable"] and engine.channel.world_size > 1:
+            engine.turns.join(self._notify, engine.channel.world_size)
 
     @property
     def _groups(self) -> ParamGroups:
@@ -58,13 +58,16 @@ class FastLaneJoinHook(JoinHook):
 
     def main_hook(self) -> None:
         """Do one thing that the ranks with inputs do."""
-        turn, told = self._engine.follow(self._groups)
-        if turn in _CALLS:
-            _CALLS[turn](self._engine, self._groups, **told)
+        turns = self._engine.turns
+        turns.following = True
+        try:
+            _follow(self._engine, self._groups)
+        finally:
+            turns.following = False
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Nobody has inputs any more: all ranks hold the same weights and options."""
-        self._engine.join(None)
+        self._engine.turns.leave_join()
         self._engine.synchronize()
         poll = open_poll(self._engine.channel, lambda record: "leave Join")
         poll.ask(bytes([is_last_joiner]))
@@ -72,6 +75,31 @@ class FastLaneJoinHook(JoinHook):
         away = [rank for rank, is_last in enumerate(last) if not is_last]
         hand_over(self._engine.channel, last.index(True), away, self._groups, {})
         self._optimizer._join_config = _JoinConfig(False, False, False)
+
+
+def _follow(engine: Engine, groups: ParamGroups) -> None:
+    gradients, turns = engine.gradients, engine.turns
+    if gradients.rest:
+        engine.synchronize()
+        gradients.clear(to_none=True)  # of the last step: the others drop theirs before they go on
+        gradients.make_up_for_a_pass()
+        return
+    late = gradients.settle(Turn.FOLLOW)
+    turns.announce(Turn.FOLLOW)
+    turn, dropped = Turn(turns.others[0]), turns.others[1]
+    if dropped:
+        gradients.clear(to_none=True)
+    if turn is Turn.PASS:
+        gradients.make_up_for_a_pass()
+        return
+    told = engine.hand_over_for(turn, groups, {})
+    if any(late):
+        engine.take_in(late, groups)
+    if turn is Turn.STEP:
+        engine.look(groups)
+        engine.step_together(groups, None)
+    else:
+        _CALLS[turn](engine, groups, **told)
 
 
 def _call_of_join() -> dict[str, Any]:

@@ -72,6 +72,13 @@ class Turns:
         self.source = 0  # inside Join: the highest rank with inputs, from which others take what only one can give
         self.others = _PREMISE  # the record of the ranks with inputs
 
+    def join(self, notify: Callable[[], None], world_size: int) -> None:
+        """Ranks may run out of inputs from now on; so far the highest of all has some."""
+        self.notify, self.followers, self.source = notify, (), world_size - 1
+
+    def leave_join(self) -> None:
+        self.notify, self.followers = None, ()
+
     def _record(self, turn: Turn) -> bytes:
         return bytes([turn, self.dropped]) + (self.premise if turn is Turn.STEP else _PREMISE)
 
