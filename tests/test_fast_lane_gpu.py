@@ -202,6 +202,80 @@ def test_two_sharded_models_in_one_backward_on_which_ranks_skip_different_layers
     workers(2, backend="nccl").run(trains_two_in_one_backward, timeout=60)
 
 
+def scales_like_ddp(options: dict[str, Any], config: ShardConfig, unscales: bool) -> None:
+    """An inf on the last rank in one step, and nan in another: no rank steps, and all scales go down."""
+    model = Net().cuda()
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    plain = optim.AdamW(ddp.parameters(), lr=0.05, **options)
+    opt = shardstep.shard(model, optim.AdamW, config=config, lr=0.05, **options)
+    theirs, ours = (torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=1) for _ in range(2))
+    bad, last = {2: float("inf"), 4: float("nan")}, dist.get_world_size() - 1
+    for step in range(6):
+        x = batch(step).cuda()
+        for net, optimizer, scaler in ((ddp, plain, theirs), (model, opt, ours)):
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = loss_of(net, x)
+            scaler.scale(loss * bad[step] if step in bad and dist.get_rank() == last else loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert ours.get_scale() == theirs.get_scale(), f"step {step}"
+    opt.synchronize()
+    assert ours.get_scale() == 4096.0
+    close(list(model.parameters()), list(ddp.parameters()), f"{options} {config}")
+    assert_ranks_equal(list(model.parameters()))
+
+
+@pytest.mark.parametrize("config", ["default", "overlap", "keep"])
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize("unscales", [True, False], ids=["unscale_", "step alone"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_scaler_skips_a_step_on_all_ranks_as_under_ddp(workers, ranks, unscales, options, config):
+    workers(ranks, backend="nccl").run(scales_like_ddp, options, CONFIGS[config], unscales, timeout=120)
+
+
+def never_waits_with_a_scaler(config: ShardConfig, unscales: bool) -> None:
+    """Not even where a step is skipped: the fused kernels find that out on the device."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda()
+    opt = shardstep.shard(model, optim.AdamW, lr=0.01, fused=True, config=config)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    x = torch.randn(8, 256, device="cuda")
+    bad = torch.full((), float("inf") if dist.get_rank() == 1 else 1.0, device="cuda")
+
+    def iterate(factor: torch.Tensor | float) -> None:
+        with torch.autocast("cuda", dtype=torch.float16):
+            loss = model(x).square().mean()
+        scaler.scale(loss * factor).backward()
+        if unscales:
+            scaler.unscale_(opt)
+            opt.clip_grad_norm_(1.0)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+
+    for _ in range(3):
+        iterate(1.0)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for factor in (1.0, bad, 1.0):
+            iterate(factor)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert scaler.get_scale() == 512.0
+    assert_ranks_equal(list(model.parameters()))
+    assert {float(entry["step"]) for entry in opt.state.values()} == {5.0}, "a step that is skipped is not counted"
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("unscales", [True, False], ids=["unscale_", "step alone"])
+@pytest.mark.parametrize("config", ["one bucket", "overlap", "keep"])
+def test_no_host_waits_for_the_device_with_a_scaler(workers, config, unscales):
+    workers(2, backend="nccl").run(never_waits_with_a_scaler, CONFIGS[config], unscales, timeout=60)
+
+
 def never_waits_for_the_device(kind: str) -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256)).cuda()
     x = torch.randn(8, 256, device="cuda")

@@ -11,7 +11,8 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
 ORDER = ["planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "owners", "engine",
-         "sharded_optimizer", "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook", "cli"]  # fmt: skip
+         "gradient_calls", "uneven_inputs", "sharded_optimizer",
+         "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook", "cli"]  # fmt: skip
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 

@@ -15,6 +15,7 @@ import shardstep
 import test_arrival
 import test_audit
 import test_bad_input_fast_lane
+import test_fast_lane_uneven_inputs as uneven
 import test_guard
 import test_one_owner
 import test_optimizer_surface
@@ -78,6 +79,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "in DDP": (test_bad_input_fast_lane.wraps_in_ddp, (False,)),
     "meta, LBFGS": (test_bad_input_fast_lane.passes_something_else, ()),
     "modes": (test_optimizer_surface.switches, ("overlap", False)),
+    **{f"uneven inputs, {how}": (uneven.clips_like_ddp, ("as it is", how)) for how in ("norm", "highest", "value")},
+    "uneven inputs, two passes": (uneven.leaves_between_two_passes, ("as it is", (3, 4))),
+    "uneven inputs, no step": (uneven.drops_a_batch, ("as it is",)),
     "saves, flat": (test_saved_size.saves_what_it_has, (Layout.FLAT,)),
     "saves, whole": (test_saved_size.saves_what_it_has, (Layout.WHOLE,)),
 }  # fmt: skip

@@ -27,18 +27,21 @@ from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, quickly, span_of
 from shardstep.owners import check_unowned
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
 from shardstep.state.audit import Audit
+from shardstep.state.handing_over import hand_over
 from shardstep.state.resharding import reshard
 from shardstep.stepping.average import Average
 from shardstep.stepping.costs import StepCosts
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import check_shapes, is_of_torch
 from shardstep.stepping.masters import Masters, has_narrow
+from shardstep.stepping.parts import Scaling
 from shardstep.stepping.premises import Premises
 from shardstep.stepping.share import LocalShare
 from shardstep.stepping.two_streams import in_halves, two_streams
 from shardstep.wire.agreement import Agreement, Claim, Facts, agree
 from shardstep.wire.channel import Channel
 from shardstep.wire.choose import open_transport, release
+from shardstep.wire.tensors import broadcast_tensors
 from shardstep.wire.transport import BucketSizes, Gather
 from shardstep.wire.turns import Turn, Turns
 
@@ -65,8 +68,8 @@ class Engine:
         self._model, self.channel, self._recipe, self._config = model, channel, recipe, config
         params = list(model.parameters())
         self.transport = open_transport(channel, params, self, ordered_sums=config.ordered_sums)
-        self._turns = Turns(channel)
-        self.transport.before_waiting(self._turns.check)
+        self.turns = Turns(channel)
+        self.transport.before_waiting(self.turns.check)
         self._agreement = Agreement(channel)
         self._costs = StepCosts(channel, recipe.optimizer_class, recipe.defaults)
         self._premises = Premises(model, has_buffers=config.sync_buffers)
@@ -76,6 +79,7 @@ class Engine:
         self._audit = None if config.audit is None else Audit(channel)
         self._steps = 0
         self._counted: Mapping[str, Any] = {}  # what the optimizer's class has counted on itself under earlier plans
+        self.keeps_gradients = config.gradients == "keep"
         with torch.no_grad():
             self.transport.broadcast([*params, *model.buffers()])
 
@@ -130,7 +134,7 @@ class Engine:
             self._memory,
             self._recipe.layouts,
             self._together,
-            join=self._config.gradients == "shard",
+            join=not self.keeps_gradients,
             masters=masters,
             average=None if decay is None else Average(self._memory, decay, masters),
         )
@@ -146,11 +150,11 @@ class Engine:
         self._premises.watch(groups)
         overlap = self._config.gather == "overlap"
         self._gathers = self.transport.range_gathers(self._memory.buckets, ring=not overlap)
-        sharded = self._config.gradients == "shard"
+        sharded = not self.keeps_gradients
         given = Surroundings(
             self.channel,
             self.transport,
-            self._turns,
+            self.turns,
             self._model,
             self._memory,
             params,
@@ -208,22 +212,31 @@ class Engine:
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
-    def step(self, groups: ParamGroups) -> None:
+    def step(self, groups: ParamGroups, scaling: Scaling | None = None) -> None:
         """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
         self.synchronize()
-        trainable = trainable_of(groups)
-        self._turns.premise = self._premises.look(groups, self._why_not_to_go_on(groups, trainable))
+        self.look(groups)
         self.take_turn(Turn.STEP, groups)
-        if self._turns.premises_differ:
-            self._turns.premises_differ = False
+        self.step_together(groups, scaling)
+
+    def look(self, groups: ParamGroups) -> None:
+        """Whether this rank can step, before it says that it does."""
+        why_not = self._why_not_to_go_on(groups, trainable_of(groups))
+        self.turns.premise = self._premises.look(groups, why_not)
+
+    def step_together(self, groups: ParamGroups, scaling: Scaling | None) -> None:
+        """All ranks have turned to it."""
+        if self.turns.premises_differ or self.turns.followers:
+            self.turns.premises_differ = False
             agree(self.channel, Claim("step", self._premises.failure, Facts(self._premises.lines())))
         if self._premises.failure is not None:  # the same on all ranks, or their digests would differ
             raise self._premises.failure
+        trainable = trainable_of(groups)
         self._sync_buffers()
         self._look_at_everything(groups)
         changed = trainable != self._trainable
         facts = Facts(map(str, read_specs(groups, trainable))) if changed else self._facts
-        failure = self._step_and_send(groups, facts)
+        failure = self._step_and_send(groups, facts, scaling)
         if self._agreement.is_exchanged_when_read:
             # Now, and on all ranks: later one of them alone may read its weights, and would wait for the others.
             try:
@@ -257,7 +270,11 @@ class Engine:
         DDP does this in forward. Here it would be a collective that nobody sees: an evaluation on rank 0 alone, which
         under DDP goes round the wrapper, would hang.
         """
-        if self._premises.buffers:
+        if not self._premises.buffers:
+            return
+        if self.turns.notify is not None:  # rank 0 may be without inputs, and without news
+            broadcast_tensors(self.channel, self._premises.buffers, self.turns.source)
+        else:
             self.transport.broadcast(self._premises.buffers)
 
     def _why_not_to_go_on(self, groups: ParamGroups, trainable: Sequence[bool]) -> Exception | None:
@@ -271,19 +288,35 @@ class Engine:
             return error
         return None
 
-    def take_turn(self, turn: Turn, groups: ParamGroups, *, waits: bool = True) -> None:
-        """Before anything is done with gradients: `turn` says what, and `waits` whether it waits for other ranks."""
-        if self._turns.apart:
-            self._turns.raise_if_apart()
+    def take_turn(
+        self, turn: Turn, groups: ParamGroups, *, waits: bool = True, told: Mapping[str, Any] | None = None
+    ) -> None:
+        """Before anything is done with gradients: `turn` says what, and `waits` whether it waits for other ranks.
+
+        Inside Join ranks without inputs are `told` how it is to be done.
+        """
+        turns = self.turns
+        if turns.apart:
+            turns.raise_if_apart()
+        if turns.notify is not None:
+            waits = True  # what a rank does to its own shards alone, those without inputs do to theirs
+            if self.gradients.rest:
+                self.gradients.make_up_for_a_pass()
+            turns.notify()
         try:
             late = self.gradients.settle(turn if waits else None)
         except RuntimeError as error:
             raise self._why_not_to_step() or error from None  # this rank's own reason, if it has one
         if waits or any(late):
-            self._turns.announce(turn)
-        if not any(late):
-            return
-        self._turns.check()
+            turns.announce(turn)
+        if turns.followers:
+            self.hand_over_for(turn, groups, told or {})
+        if any(late):
+            self.take_in(late, groups)
+
+    def take_in(self, late: Sequence[int], groups: ParamGroups) -> None:
+        """What came too late to be reduced in its pass, on some rank."""
+        self.turns.check()
         if any(flag and not moves for flag, moves in zip(late, self._trainable, strict=True)):
             # Unfrozen since the last step: it has a gradient, and no place in the plan.
             trainable = trainable_of(groups)
@@ -293,7 +326,21 @@ class Engine:
         # A new plan may have more parameters, if a group was added; none of them can be late.
         self.gradients.reduce_late([*late, *[0] * (len(self.plan.params) - len(late))])
 
-    def _step_and_send(self, groups: ParamGroups, facts: Facts) -> Exception | None:
+    def check_not_joined(self, action: str) -> None:
+        if self.turns.notify is not None:
+            raise RuntimeError(f"{action} inside Join would wait for ranks that have no inputs left: call it outside")
+
+    def hand_over_for(self, turn: Turn, groups: ParamGroups, told: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Inside Join: what ranks without inputs need for `turn`; called on all ranks."""
+        turns = self.turns
+        if turn is Turn.UNSCALE:
+            raise RuntimeError(
+                f"a GradScaler cannot go on inside Join when ranks have run out of inputs ({list(turns.followers)}): "
+                "there its scale would stand still. Give all ranks the same number of batches, or train in bfloat16"
+            )
+        return hand_over(self.channel, turns.source, turns.followers, groups, told)
+
+    def _step_and_send(self, groups: ParamGroups, facts: Facts, scaling: Scaling | None) -> Exception | None:
         """One group of buckets is on its way while the next is stepped. Returns what failed on this rank."""
         failure = self._why_not_to_step()
         try:
@@ -310,7 +357,7 @@ class Engine:
                 with nullcontext() if streams is None else streams.of(number):
                     try:
                         if failure is None:
-                            self.share.step(number, self.gradients.of_run)
+                            self.share.step(number, self.gradients.of_run, scaling)
                     except Exception as error:
                         failure = error
                     if number + 1 == len(self._together):
@@ -347,6 +394,7 @@ class Engine:
 
     def _give_all(self, action: str, change: Callable[[], None]) -> None:
         """Change this rank's share, on all ranks, and give it to everyone."""
+        self.check_not_joined(action)
         self.synchronize()
         agree(self.channel, Claim(action, None, Facts([action])))
         for gather in self._gathers:
@@ -375,7 +423,7 @@ class Engine:
         if self._arriving:
             self.wait_for(list(self._arriving))
         if self._agreement.is_open:
-            self._turns.check()
+            self.turns.check()
             self._agreement.finish()
 
     def wait_for(self, buckets: Sequence[int]) -> None:
@@ -392,14 +440,14 @@ class Engine:
     def close(self, groups: ParamGroups) -> None:
         """Let go of the model; raises if a rank failed in the last step."""
         try:
-            if not self._turns.apart:
+            if not self.turns.apart:
                 self.synchronize()
         finally:
             self.let_go(groups)
 
     def let_go(self, groups: ParamGroups) -> None:
         """As `close`, and waits for nothing but weights: nobody is there to be told of a failure."""
-        if self._turns.apart:
+        if self.turns.apart:
             self._forget_arrivals()  # they will not come, and nobody may wait for them
             self._leave_what_may_arrive(groups)
         else:

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.arguments import check_model, check_parameters, parameters_of, read_group, read_groups
 from shardstep.config import ShardConfig
 from shardstep.engine import Engine, Recipe, params_of, trainable_of
+from shardstep.gradient_calls import clamp, clip, norms, unscale_all
 from shardstep.gradients.guard import guard, release
-from shardstep.gradients.norms import norms_by_parameter, total_norm
+from shardstep.gradients.scaling import Unscaled, unscale_kept
 from shardstep.gradients.wrapped import refuse_ddp
 from shardstep.owners import check_unowned, close_earlier, owned_in, take
 from shardstep.planning import Layout, Piece, Plan, read_specs
@@ -40,8 +42,10 @@ from shardstep.stepping.local_optimizer import (
 )
 from shardstep.stepping.masters import Source, cut_masters, given_masters, why_it_stalls
 from shardstep.stepping.options import class_line, option_keys, option_lines
+from shardstep.stepping.parts import Scaling, takes_scaling
 from shardstep.stepping.probe import probe
 from shardstep.stepping.several import check_class, read_classes, required, without_class
+from shardstep.uneven_inputs import FastLaneJoinHook
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
 from shardstep.wire.turns import Turn
@@ -76,7 +80,7 @@ def shard(
     return ShardedOptimizer(model, optimizer_class, groups, process_group, config, defaults, masters_from)
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, Joinable):
     """Made by `shard`. `param_groups` hold the model's own parameters; each rank steps an equal share of them."""
 
     def __init__(
@@ -90,6 +94,8 @@ class ShardedOptimizer(Optimizer):
         masters_from: Source | None = None,
     ) -> None:
         self._ready = self._closed = self._is_averaged = False
+        self._unscaled = Unscaled()
+        Joinable.__init__(self)
         self._model, self._config = model, config
         self._channel = channel = open_channel(process_group, accelerator_among(parameters_of(model)))
         failure, facts = None, Facts()
@@ -210,7 +216,7 @@ class ShardedOptimizer(Optimizer):
         self._check_not_averaged()
         if self._left_out:
             self._check_left_out(allowed=False)
-        self._engine.step(self.param_groups)
+        self._engine.step(self.param_groups, self._scaling())
         return loss
 
     def _check_left_out(self, *, allowed: bool) -> None:
@@ -225,6 +231,21 @@ class ShardedOptimizer(Optimizer):
             )
         if not left or not allowed:
             self._left_out = []
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's `GradScaler` asks: whether `step` takes its verdict on the device, and skips there."""
+        return takes_scaling(self._engine.share.local)
+
+    def _scaling(self) -> Scaling | None:
+        """What `GradScaler.step` has left on this optimizer, for its `step`."""
+        found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        if found_inf is None:
+            return None
+        if self._engine.keeps_gradients and scale is not None:
+            unscale_kept(params_of(self.param_groups), scale)
+            scale = None
+        return Scaling(found_inf, scale)
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval`, if the class has them (schedule-free ones do). They change weights: call on all ranks."""
@@ -275,14 +296,9 @@ class ShardedOptimizer(Optimizer):
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
         """The norm of the mean gradient of every parameter, by name; the same on every rank. The host waits for it."""
-        engine = self._engine
-        engine.take_turn(Turn.NORMS, self.param_groups)
-        pieces = [(piece.param, gradient) for piece, gradient in engine.gradients.present()]
-        specs, first = engine.plan.params, params_of(self.param_groups)[0]
-        norms = norms_by_parameter(engine.transport, pieces, len(specs), norm_type, first)
-        return {spec.name: norm for spec, norm in zip(specs, norms, strict=True) if spec.trainable}
+        self._engine.take_turn(Turn.NORMS, self.param_groups, told={"norm_type": norm_type})
+        return norms(self._engine, self.param_groups, norm_type)
 
-    @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -290,31 +306,24 @@ class ShardedOptimizer(Optimizer):
 
         What is returned lies where the gradients do, and nothing here waits for it; `error_if_nonfinite` does.
         """
-        keep = self._config.gradients == "keep"
-        self._engine.take_turn(Turn.CLIP_NORM, self.param_groups, waits=not keep)
-        params = params_of(self.param_groups)
-        if keep:
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        shards = self._engine.gradients.shards()
-        norm = total_norm(self._engine.transport, shards, norm_type, params[0])
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
-                "pass error_if_nonfinite=False to scale by it anyway"
-            )
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as torch's
-        if not (factor.device.type == "cpu" and factor == 1.0):  # there a look costs nothing, and a product does
-            _scale(shards, factor)
-        return norm.to(shards[0].dtype.to_real() if shards else params[0].dtype.to_real())
+        told = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        waits = not self._engine.keeps_gradients
+        self._engine.take_turn(Turn.CLIP_NORM, self.param_groups, waits=waits, told=told)
+        return clip(self._engine, self.param_groups, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
-        self._engine.take_turn(Turn.CLIP_VALUE, self.param_groups, waits=False)
-        if self._config.gradients == "keep":
-            torch.nn.utils.clip_grad_value_(params_of(self.param_groups), clip_value)
-        else:
-            for gradient in self._engine.gradients.shards():
-                gradient.clamp_(-clip_value, clip_value)
+        told = {"clip_value": clip_value}
+        self._engine.take_turn(Turn.CLIP_VALUE, self.param_groups, waits=False, told=told)
+        clamp(self._engine, self.param_groups, clip_value)
+
+    def gradient_to_unscale(self, param: torch.Tensor, call: Mapping[str, Any]) -> torch.Tensor | None:
+        """What torch's `GradScaler` is to find in `param.grad`; `call` are the variables of its function."""
+        if self._unscaled.call is not call["found_inf"]:
+            self._engine.take_turn(Turn.UNSCALE, self.param_groups)
+            verdict = unscale_all(self._engine, self.param_groups, call["inv_scale"], call["allow_fp16"])
+            self._unscaled = Unscaled(call["found_inf"], verdict)
+        return self._unscaled.of(param)
 
     def holds_gradient_of(self, param: torch.Tensor) -> bool:
         """Whether `param` has a gradient that torch's functions do not see."""
@@ -348,6 +357,7 @@ class ShardedOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         self._check_not_averaged()
+        self._engine.check_not_joined("add_param_group")
         self.synchronize()
         self._engine.gradients.settle(None)  # a rank that made no pass makes up for it: the others wait for its part
         failure, facts, layouts = None, Facts(), self._layouts
@@ -427,6 +437,7 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, or the state_dict of the plain optimizer. On all ranks."""
         self._check_not_averaged()
+        self._engine.check_not_joined("load_state_dict")
         self.synchronize()
         failure, plan = None, self._engine.plan
         entries: dict[Piece, Entry] = {}
@@ -461,6 +472,21 @@ class ShardedOptimizer(Optimizer):
         for last in self._optimizer_load_state_dict_post_hooks.values():
             last(self)
 
+    # -- uneven inputs ------------------------------------------------------------------------------------------------
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For `with torch.distributed.algorithms.join.Join([opt]):` ranks may have different numbers of batches."""
+        return FastLaneJoinHook(self, self._engine, kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        device: torch.device = params_of(self.param_groups)[0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._channel.group
+
     # -- what it takes ------------------------------------------------------------------------------------------------
 
     def bucket_nbytes(self) -> list[int]:
@@ -470,12 +496,3 @@ class ShardedOptimizer(Optimizer):
     def predicted_nbytes(self) -> int:
         """What this rank needs for parameters, state, gradients and buckets on their way, by the plan."""
         return self._engine.predicted_nbytes()
-
-
-def _scale(shards: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """In place, by a number that stays where it is; those of a dtype and device in one call."""
-    classes: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for values in shards:
-        classes.setdefault((values.dtype, values.device), []).append(values)
-    for (dtype, device), members in classes.items():
-        torch._foreach_mul_(members, factor.to(device=device, dtype=dtype.to_real()))

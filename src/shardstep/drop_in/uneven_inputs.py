@@ -16,6 +16,7 @@ import torch
 from shardstep.drop_in.local_shard import Groups, params_of
 from shardstep.planning import Plan
 from shardstep.state.consolidation import receive_state, send_state
+from shardstep.state.handing_over import sendable
 from shardstep.state.wire_format import encode
 from shardstep.stepping.local_optimizer import copy_options, dealt_to
 from shardstep.wire.channel import Channel
@@ -36,27 +37,13 @@ def hand_over(channel: Channel, poll: Poll, plan: Plan, groups: Groups, *, joine
     for rank, is_away in enumerate(away):
         if is_away and channel.rank == donor:
             gradients = {index: _describe(params[index].grad) for index in dealt_to(plan, rank)}
-            options = [_sendable(group) for group in groups]
+            options = [sendable(group) for group in groups]
             send_state(channel, *encode({"gradients": gradients, "options": options}), rank)
         elif is_away and channel.rank == rank:
             received = receive_state(channel, donor)
             copy_options(received["options"], groups)
             for index, described in received["gradients"].items():
                 params[index].grad = _restore(described, params[index])
-
-
-def _sendable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that can be sent; an object of the program's own is the same on every rank anyway."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: value for key, value in options.items() if _can_be_sent(value)}
-
-
-def _can_be_sent(value: Any) -> bool:
-    try:
-        encode({"value": value})
-    except TypeError:
-        return False
-    return True
 
 
 def _describe(gradient: torch.Tensor | None) -> Any:

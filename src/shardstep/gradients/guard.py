@@ -4,7 +4,7 @@ torch's functions skip a parameter without a gradient: clipping clips nothing, a
 gradients scales none, and nobody hears of it. So while a model is sharded, its parameters are of a subclass of their
 own class, whose `grad` raises where there is a gradient and it is elsewhere. `model.zero_grad()` asks for it first,
 too: it is answered by dropping the shards. Nothing but sharded parameters is touched, and these are what they were when
-the optimizer is closed.
+the optimizer is closed. torch's GradScaler asks for it, too, and is told what it wants to know (scaling.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from torch import nn
 _tensor: Any = torch.Tensor
 gradient_of: Any = _tensor.grad.__get__  # what is in `param.grad`, whatever the class of the parameter
 _data_of: Any = _tensor.data.__get__
+_UNSCALES = torch.amp.GradScaler._unscale_grads_.__code__
 _MARK = "_shardstep_guards_grad"
 
 
@@ -34,6 +35,9 @@ class Owner(Protocol):
 
     def shows_memory_of(self, param: torch.Tensor) -> None:
         """Somebody reads `param.data`, and may write to it: torch does not count such writes."""
+
+    def gradient_to_unscale(self, param: torch.Tensor, call: Mapping[str, Any]) -> torch.Tensor | None:
+        """What a GradScaler gets that asks for `param.grad`; `call` are the variables of the function that asks."""
 
 
 _owner_of: dict[int, weakref.ref[Owner]] = {}  # by the identity of a parameter
@@ -65,10 +69,16 @@ def _guarded(kind: type) -> type:
 
     def get(self: torch.Tensor) -> torch.Tensor | None:
         gradient: torch.Tensor | None = gradient_of(self)
-        if gradient is None and (owner := _owner_of.get(id(self))) is not None:
-            target = owner()
-            if target is not None and target.holds_gradient_of(self):
-                _look_elsewhere(target, sys._getframe(1))
+        owner = _owner_of.get(id(self))
+        target = None if owner is None else owner()
+        if target is None:
+            return gradient
+        caller = sys._getframe(1)
+        if caller.f_code is _UNSCALES and caller.f_locals["optimizer"] is target:
+            answer: torch.Tensor | None = target.gradient_to_unscale(self, caller.f_locals)
+            return answer
+        if gradient is None and target.holds_gradient_of(self):
+            _look_elsewhere(target, caller)
         return gradient
 
     def get_data(self: torch.Tensor) -> Any:

@@ -65,6 +65,13 @@ class KeptGradients:
         self._inner.settle(turn)
         return [flag if place not in self._inner.travels else 0 for place, flag in enumerate(self._late)]
 
+    @property
+    def rest(self) -> bool:
+        return self._inner.rest
+
+    def make_up_for_a_pass(self) -> None:
+        self._inner.make_up_for_a_pass()
+
     def reduce_late(self, late: Sequence[int]) -> None:
         """Every gradient is reduced again with those that were left out: the mean of equal means is that mean."""
         self._inner.reduce_late(late)

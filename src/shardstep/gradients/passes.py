@@ -175,9 +175,13 @@ class GradientPass:
                 self._launch(bucket, self._packing.pack(bucket))
 
     def _begin(self) -> None:
-        if self.phase is not Phase.RESTING:
-            self._turns.announce(Turn.PASS)
-        self._turns.dropped = False
+        turns = self._turns
+        if not turns.following:
+            if turns.notify is not None:
+                turns.notify()
+            if self.phase is not Phase.RESTING:
+                turns.announce(Turn.PASS)
+        turns.dropped = False
         self.land_all()  # of an earlier pass
         self._move(Phase.FILLING)
         self.order.begin()
@@ -313,7 +317,8 @@ class GradientPass:
         self.land_all()  # the memory belongs to the transport until then
         self._turns.dropped = self.phase is not Phase.RESTING
         if self.phase is Phase.SENT:
-            self._poll.forget()
+            if self._turns.notify is None:  # a rank without inputs asks, and hears only then that they were dropped
+                self._poll.forget()
             self._move(Phase.SETTLED)
         self.drop_shards()
         self._failed = False

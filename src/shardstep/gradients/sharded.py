@@ -57,6 +57,13 @@ class Gradients(Protocol):
         pass failed on one.
         """
 
+    @property
+    def rest(self) -> bool:
+        """Whether no backward pass was made here since the last step."""
+
+    def make_up_for_a_pass(self) -> None:
+        """Other ranks have made one, and wait for this one's part: nothing."""
+
     def reduce_late(self, late: Sequence[int]) -> None:
         """Reduce those too: flags, of this plan's parameters."""
 
@@ -124,12 +131,16 @@ class ShardedGradients:
     def settle(self, turn: Turn | None) -> Sequence[int]:
         self.hooks.recover()
         if self.current.phase is Phase.RESTING and not self._alone:
-            self._make_up_for_a_pass()
+            self.make_up_for_a_pass()
         if turn is not None:
             self._turns.prepare(turn)
         return self.read()
 
-    def _make_up_for_a_pass(self) -> None:
+    @property
+    def rest(self) -> bool:
+        return self.current.phase is Phase.RESTING
+
+    def make_up_for_a_pass(self) -> None:
         """What `no_sync` has left in `param.grad` is no part of it: then it is a failed one, and stays where it is.
 
         Not where gradients are kept: what is there is the mean of an earlier pass, and the same on every rank.

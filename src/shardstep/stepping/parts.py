@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from shardstep.stepping.counters import Counters, resume
 from shardstep.stepping.local_optimizer import copy_options, is_of_torch
@@ -21,6 +22,26 @@ from shardstep.stepping.slices import ElementwiseGroups, MakeOptimizer, SlicedSt
 
 _OF_PARAMS = ("params", "param_names")
 _MUTABLE = (torch.Tensor, list, dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What a GradScaler tells a fused kernel, on the device: by the names of the attributes that torch's classes read.
+
+    Where `found_inf` is 1 nothing is stepped, and no step is counted. Gradients are divided by `grad_scale`.
+    """
+
+    found_inf: torch.Tensor
+    grad_scale: torch.Tensor | None
+
+
+def takes_scaling(optimizer: Optimizer) -> bool:
+    """Whether its step takes a `Scaling`; if not, the scaler asks the device whether to step at all.
+
+    Not SGD's with momentum: if its first step is skipped, torch leaves the momentum as the memory was.
+    """
+    takes = is_of_torch(type(optimizer)) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return takes and not (isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups))
 
 
 class PartedOptimizer:
@@ -52,19 +73,23 @@ class PartedOptimizer:
             given = param_groups if self._is_of_torch else _own_copies(param_groups)
             copy_options(given, optimizer.param_groups)
 
-    def step(self, part: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def step(self, part: int, gradients: Sequence[torch.Tensor | None], scaling: Scaling | None = None) -> None:
         """Step one part with these gradients; `param.grad` is afterwards what it was before."""
         if part not in self._stepped:
             return
-        params = self._params[part]
+        params, attributes = self._params[part], vars(self._optimizers[part])
         before = [param.grad for param in params]
         try:
+            if scaling is not None:
+                attributes.update(found_inf=scaling.found_inf, grad_scale=scaling.grad_scale)
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
             self._steps[part].step()
         finally:
             for param, gradient in zip(params, before, strict=True):
                 param.grad = gradient
+            if scaling is not None:
+                del attributes["found_inf"], attributes["grad_scale"]
         self._whole.state.update(self._optimizers[part].state)
 
     @torch.no_grad()

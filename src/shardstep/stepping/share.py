@@ -24,7 +24,7 @@ from shardstep.stepping.average import Average
 from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 from shardstep.stepping.local_optimizer import build, is_of_torch
 from shardstep.stepping.masters import NARROW, Masters
-from shardstep.stepping.parts import PartedOptimizer, placeholder
+from shardstep.stepping.parts import PartedOptimizer, Scaling, placeholder
 from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 from shardstep.stepping.slots import Slot
 
@@ -160,7 +160,12 @@ class LocalShare:
         assert self._parted is not None, "built"
         self._parted.begin(param_groups)
 
-    def step(self, group: int, gradients_of: Callable[[int, Run], torch.Tensor | None]) -> None:
+    def step(
+        self,
+        group: int,
+        gradients_of: Callable[[int, Run], torch.Tensor | None],
+        scaling: Scaling | None = None,
+    ) -> None:
         """Step the buckets of a group; `gradients_of` a run of a bucket are flat, or None."""
         shaped = [
             _like(gradients_of(bucket, run), tensor)
@@ -168,7 +173,7 @@ class LocalShare:
             for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
         ]
         assert self._parted is not None, "built"
-        self._parted.step(group, shaped)
+        self._parted.step(group, shaped, scaling)
         if self.masters is not None:
             self.masters.write(self._together[group])
         if self.average is not None:

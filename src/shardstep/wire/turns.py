@@ -10,6 +10,7 @@ wait for before it turns to anything else.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 from shardstep.wire.channel import Channel
@@ -23,6 +24,8 @@ class Turn(IntEnum):
     CLIP_VALUE = 2
     NORMS = 3
     STEP = 4
+    UNSCALE = 5
+    FOLLOW = 6
 
 
 _PREMISE = bytes(8)  # a digest
@@ -33,6 +36,8 @@ _WORDS = {
     Turn.CLIP_VALUE: "call clip_grad_value_()",
     Turn.NORMS: "call grad_norms()",
     Turn.STEP: "call step()",
+    Turn.UNSCALE: "unscale gradients with a GradScaler",
+    Turn.FOLLOW: "have no inputs left, and do what the others do",
 }
 
 
@@ -47,6 +52,9 @@ class Turns:
     A rank also says whether it has dropped the gradients of the last pass: its part of the model would not be stepped.
     And with a step a digest of what that takes for granted, its `premise`; if those differ, `premises_differ` is set,
     on all ranks.
+
+    Inside torch's Join a rank without inputs turns to whatever the others do. Those call `notify` before they turn to
+    anything, and then read at once who follows them: `followers`.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -58,6 +66,18 @@ class Turns:
         self.dropped = False  # gradients were dropped here since the last step, and no pass came after that
         self.premise = _PREMISE
         self.premises_differ = False
+        self.notify: Callable[[], None] | None = None  # inside Join
+        self.following = False  # this rank has none
+        self.followers: Sequence[int] = ()  # ranks without inputs, as of the last turn
+        self.source = 0  # inside Join: the highest rank with inputs, from which others take what only one can give
+        self.others = _PREMISE  # the record of the ranks with inputs
+
+    def join(self, notify: Callable[[], None], world_size: int) -> None:
+        """Ranks may run out of inputs from now on; so far the highest of all has some."""
+        self.notify, self.followers, self.source = notify, (), world_size - 1
+
+    def leave_join(self) -> None:
+        self.notify, self.followers = None, ()
 
     def _record(self, turn: Turn) -> bytes:
         return bytes([turn, self.dropped]) + (self.premise if turn is Turn.STEP else _PREMISE)
@@ -85,7 +105,7 @@ class Turns:
         else:
             self.check()
             self._poll.ask(self._record(turn))
-            if turn is Turn.STEP:
+            if turn is Turn.STEP or self.notify is not None:
                 self.check()
 
     def check(self) -> None:
@@ -98,13 +118,19 @@ class Turns:
         self.raise_if_apart()
 
     def _compare(self, answer: Answer) -> None:
+        self.followers = ()
         if answer.equal:
             return
         rows = answer.rows()
-        if len({row[:_HEAD] for row in rows}) > 1:
+        self.followers = [rank for rank, row in enumerate(rows) if row[0] == Turn.FOLLOW]
+        going = {rank: row for rank, row in enumerate(rows) if rank not in self.followers}
+        if len({row[:_HEAD] for row in going.values()}) > 1:
             self._go_apart(describe_apart([_in_words(row) for row in rows]))
-        else:
-            self.premises_differ = True
+            return
+        self.premises_differ = len(set(going.values())) > 1
+        if self.followers:
+            self.source = max(going)  # as under DistributedDataParallel
+            self.others = going[self.source]
 
     def _go_apart(self, difference: str) -> None:
         self._difference, self.apart = difference, True

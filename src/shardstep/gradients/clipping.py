@@ -1,0 +1,43 @@
+"""This rank's part of the mean, scaled in place so that the norm over all ranks is small enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardstep.gradients.norms import total_norm
+from shardstep.wire.transport import Transport
+
+
+@torch.no_grad()
+def clip_norm(
+    transport: Transport,
+    shards: Sequence[torch.Tensor],
+    max_norm: float,
+    norm_type: float,
+    like: torch.Tensor,
+    *,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """On all ranks. Returns the norm before, in the dtype of the gradients and on the device of `like`."""
+    norm = total_norm(transport, shards, norm_type, like)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
+            "pass error_if_nonfinite=False to scale by it anyway"
+        )
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as torch's
+    if not (factor.device.type == "cpu" and factor == 1.0):  # there a look costs nothing, and a product does
+        for members in of_one_kind(shards):
+            kind = members[0].dtype.to_real()
+            torch._foreach_mul_(members, factor.to(device=members[0].device, dtype=kind))
+    return norm.to(shards[0].dtype.to_real() if shards else like.dtype.to_real())
+
+
+def of_one_kind(shards: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those of a dtype and device, which one call can take."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for values in shards:
+        kinds.setdefault((values.dtype, values.device), []).append(values)
+    return list(kinds.values())
