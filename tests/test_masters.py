@@ -32,7 +32,9 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 class ByHand:
     """Every rank keeps all masters, and steps them with the mean of all gradients, summed in fp32 by rank."""
 
-    def __init__(self, model: nn.Module, optimizer_class: Any, **options: Any) -> None:
+    def __init__(self, model: nn.Module, optimizer_class: Any, wide: bool = True, **options: Any) -> None:
+        self._wide = wide  # fp16 gradients are kept in fp32
+        self.divide_by = 1.0
         self.params = list(model.parameters())
         self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
         self.optimizer = optimizer_class(self.masters, **options)
@@ -47,7 +49,8 @@ class ByHand:
             total = torch.zeros_like(master)
             for row in rows:
                 total += row.float()
-            master.grad = (total / dist.get_world_size()).to(param.dtype).float()
+            mean = total / dist.get_world_size() / self.divide_by
+            master.grad = mean if self._wide and param.dtype is torch.float16 else mean.to(param.dtype).float()
         self.optimizer.step()
         with torch.no_grad():
             for param, master in zip(self.params, self.masters, strict=True):
@@ -65,7 +68,7 @@ def trains_like_masters_by_hand(
 ) -> None:
     model = Net().to(dtype)
     twin = copy.deepcopy(model)
-    by_hand = ByHand(twin, optimizer_class, **options)
+    by_hand = ByHand(twin, optimizer_class, wide=config.gradients == "shard", **options)
     with by_collectives() if collectives else nullcontext():
         opt = shardstep.shard(model, optimizer_class, config=config, **options)
     for step in range(5):
@@ -347,6 +350,33 @@ def test_masters_moments_and_gradients_take_fourteen_bytes_over_the_ranks(worker
     for state, shards, numel in workers(ranks).run(holds):
         assert abs(state / (12 * numel / ranks) - 1) < 0.03
         assert abs(shards / (2 * numel / ranks) - 1) < 0.03
+
+
+def scales_halves() -> None:
+    """fp16 with a GradScaler, which refuses gradients in fp16: divided by its scale most of them would vanish."""
+    model = Net().half()
+    twin = copy.deepcopy(model)
+    by_hand = ByHand(twin, optim.AdamW, lr=1e-3)
+    opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=SMALL)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    for step in range(5):
+        for net in (model, twin):
+            scaler.scale(loss_of(net, step)).backward()
+        if step % 2:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        by_hand.divide_by = 1024.0
+        by_hand.step()
+    assert scaler.get_scale() == 1024.0
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours.float(), theirs.float(), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fp16_parameters_train_with_a_grad_scaler(workers, ranks):
+    workers(ranks).run(scales_halves)
 
 
 class Mixed(nn.Module):

@@ -172,6 +172,7 @@ class Engine:
             self._memory,
             params,
             self._config.reduce_dtype,
+            wide=sharded and self.share.masters is not None,
             # What a class of somebody else's keeps of a gradient cannot be known; and "keep" needs shards for a moment.
             reuse_memory=sharded and is_of_torch(self._recipe.optimizer_class),
         )

@@ -49,6 +49,6 @@ def unscale_all(engine: Engine, groups: ParamGroups, inverse: torch.Tensor, allo
     kinds = {param.dtype for param, used in zip(params, engine.gradients.used, strict=True) if used}
     if engine.keeps_gradients or not kinds:
         return None
-    if torch.float16 in kinds and not allow_fp16:
+    if torch.float16 in kinds and not allow_fp16 and engine.share.masters is None:  # with them, shards are in fp32
         return params[0].new_zeros(1, dtype=torch.float16)  # the scaler refuses it, on all ranks
     return unscale(engine.transport, engine.gradients.shards(), inverse, params[0])

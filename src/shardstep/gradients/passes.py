@@ -130,6 +130,7 @@ class GradientPass:
         wire_dtype: torch.dtype | None,
         *,
         reuse_memory: bool,
+        wide: bool,
     ) -> None:
         """`reuse_memory`: nobody looks at a gradient of an earlier step, so the next may lie where it lay."""
         self._transport, self._turns, self._params = transport, turns, params
@@ -137,7 +138,7 @@ class GradientPass:
         self.order = LaunchOrder([{s.param for s in bucket.bucket.segments} for bucket in memory.buckets])
         self._places = [self._packing.places(bucket) for bucket in range(len(memory.buckets))]
         self._nbytes = [bucket.values.nbytes for bucket in memory.buckets]
-        self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory)
+        self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory, wide=wide)
         self._reductions = transport.reductions(memory.buckets, self._memory.of, wire_dtype)
         self._poll = open_poll(channel)
         self._lock = Lock()  # autograd calls from one thread for each device
@@ -232,6 +233,9 @@ class GradientPass:
         self._failed = self._failed or failed
         self._poll.ask(bytes([self._failed]) + self._packing.used + self._late)
 
+    def shard_dtype(self, bucket: int) -> torch.dtype:
+        return self._memory.dtypes[bucket]
+
     def _make_room(self, bucket: int) -> None:
         """Before a bucket is packed: the oldest lands if there would be more in flight than the transport wants."""
         while self._flying and sum(self._flying.values()) + self._nbytes[bucket] > self._transport.in_flight_nbytes:
@@ -239,7 +243,9 @@ class GradientPass:
 
     def _launch(self, bucket: int, parts: list[Parts]) -> None:
         self.are_zero = False
-        self.shards[bucket] = self._reductions[bucket].start(parts, self._places[bucket], self.shards[bucket])
+        shard = self._reductions[bucket].start(parts, self._places[bucket], self.shards[bucket])
+        dtype = self._memory.dtypes[bucket]
+        self.shards[bucket] = shard if shard.dtype is dtype else shard.to(dtype)  # alone, a rank keeps what it packed
         self._flying[bucket] = self._nbytes[bucket]
         self.order.launched()
 

@@ -32,6 +32,7 @@ class Surroundings:
     memory: FlatMemory
     params: Sequence[torch.Tensor]  # in the plan's order
     wire_dtype: torch.dtype | None
+    wide: bool  # gradients of fp16 parameters are kept in fp32
     reuse_memory: bool  # nobody looks at a gradient of an earlier step, so the next may lie where it lay
 
 
@@ -119,6 +120,7 @@ class ShardedGradients:
             given.params,
             given.wire_dtype,
             reuse_memory=given.reuse_memory,
+            wide=given.wide,
         )
         self._after_pass = after_pass
         self._turns = given.turns
@@ -225,7 +227,7 @@ class ShardedGradients:
         shards: list[torch.Tensor | None] = [None] * len(self._memory.buckets)
         if any(used):
             for number, bucket in enumerate(self._memory.buckets):
-                shard = shards[number] = torch.zeros_like(bucket.own)
+                shard = shards[number] = torch.zeros_like(bucket.own, dtype=self.current.shard_dtype(number))
                 for (piece, _), part in zip(bucket.placed, bucket.split(shard), strict=True):
                     if piece in kept.by_piece:
                         part.copy_(kept.by_piece[piece].reshape(-1))

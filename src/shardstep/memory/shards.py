@@ -17,8 +17,11 @@ class ShardMemory:
     and every page of a new block costs a fault. An accelerator's allocator keeps memory itself: there it is let go.
     """
 
-    def __init__(self, like: Sequence[torch.Tensor], *, keep: bool) -> None:
-        self._like = like
+    def __init__(self, like: Sequence[torch.Tensor], *, keep: bool, wide: bool = False) -> None:
+        """`wide`: of fp16 parameters in fp32. Divided by the scale of a GradScaler, most of it would vanish in fp16."""
+        halves = torch.float32 if wide else torch.float16
+        self.dtypes = [halves if values.dtype is torch.float16 else values.dtype for values in like]
+        self._sizes = [(values.device, values.numel()) for values in like]
         self._keep = keep and all(values.device.type == "cpu" for values in like)
         self._ranges: list[torch.Tensor] = []
 
@@ -33,14 +36,11 @@ class ShardMemory:
 
     def _make(self) -> list[torch.Tensor]:
         ends: dict[tuple[torch.device, torch.dtype], int] = {}
-        starts = []
-        for values in self._like:
-            key = values.device, values.dtype
-            starts.append(ends.get(key, 0))
-            unit = max(ALIGNMENT_NBYTES // values.element_size(), 1)
-            ends[key] = starts[-1] + -(-values.numel() // unit) * unit
+        places = []
+        for (device, numel), dtype in zip(self._sizes, self.dtypes, strict=True):
+            start = ends.get((device, dtype), 0)
+            places.append((device, dtype, slice(start, start + numel)))
+            unit = max(ALIGNMENT_NBYTES // dtype.itemsize, 1)
+            ends[device, dtype] = start + -(-numel // unit) * unit
         blocks = {key: torch.zeros(end, device=key[0], dtype=key[1]) for key, end in ends.items()}
-        return [
-            blocks[values.device, values.dtype][start : start + values.numel()]
-            for values, start in zip(self._like, starts, strict=True)
-        ]
+        return [blocks[device, dtype][place] for device, dtype, place in places]

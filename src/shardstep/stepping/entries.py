@@ -86,12 +86,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def on_device_of(tensor: torch.Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]) -> Entry:
-    """State where the optimizer expects it: with its tensor; counters on the CPU, unless a kernel reads them."""
-    counters_too = bool(group.get("capturable") or group.get("fused"))
+    """State where the optimizer expects it: with its tensor. Counters where it makes them, if no kernel reads them."""
+    with_tensor = bool(group.get("capturable") or group.get("fused"))
+    counters = tensor.device if with_tensor else torch.get_default_device()
     return {
-        name: value.to(tensor.device)
-        if isinstance(value, torch.Tensor) and (value.dim() > 0 or counters_too)
-        else value
+        name: value.to(tensor.device if value.dim() else counters) if isinstance(value, torch.Tensor) else value
         for name, value in entry.items()
     }
 

@@ -22,6 +22,7 @@ from shardstep.stepping.kernel import rules
 from shardstep.stepping.kernel.rules import Rule
 from shardstep.stepping.kernel.table import (
     COMMON,
+    VECTOR_NBYTES,
     Batch,
     BlockShape,
     KernelPiece,
@@ -158,7 +159,8 @@ class KernelStep:
                     )
 
     def _take_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        addresses = [0 if gradient is None else gradient.data_ptr() for gradient in gradients]
+        # One without elements has no address, and is counted all the same: it gets one that nobody reads.
+        addresses = [0 if gradient is None else gradient.data_ptr() or VECTOR_NBYTES for gradient in gradients]
         if addresses == self._sent_addresses:
             return
         self._check_gradients(gradients)
