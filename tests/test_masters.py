@@ -58,9 +58,12 @@ class ByHand:
                 param.grad = None
 
 
-def assert_equal(model: nn.Module, twin: nn.Module, context: str) -> None:
+def assert_equal(model: nn.Module, twin: nn.Module, context: str, exact: bool = True) -> None:
     for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert torch.equal(ours, theirs), f"{context}: {name} differs by {(ours - theirs).abs().max()}"
+        # The kernel rounds a few bits of fp32 otherwise: then now and then the next 16-bit number is the nearest.
+        digit = 2 * torch.finfo(ours.dtype).eps
+        same = torch.equal(ours, theirs) if exact else torch.allclose(ours, theirs, rtol=digit, atol=digit / 10)
+        assert same, f"{context}: {name} differs by {(ours - theirs).abs().max()}"
 
 
 def trains_like_masters_by_hand(
@@ -79,7 +82,7 @@ def trains_like_masters_by_hand(
         opt.zero_grad()
         by_hand.step()
     opt.synchronize()
-    assert_equal(model, twin, f"{config}")
+    assert_equal(model, twin, f"{config}", exact=opt._engine.share._kernel is None)
     assert_ranks_equal(list(model.parameters()))
 
 

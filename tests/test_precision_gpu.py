@@ -25,7 +25,8 @@ pytestmark = [
 ]
 
 # Summed by rank in fp32, as the oracle does: with NCCL's own sum the bits depend on its order.
-ORDERED = ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True)
+ORDERED = ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True, kernel="torch")
+BY_KERNEL = ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True)
 WHOLE = ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True, layout=Layout.WHOLE)
 OVERLAP = ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True, gather="overlap")
 BY_HAND = test_masters.trains_like_masters_by_hand
@@ -34,6 +35,12 @@ ADAMW = {"lr": 1e-3}
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "masters": (BY_HAND, (torch.bfloat16, optim.AdamW, ADAMW, ORDERED, False)),
     "masters, fused": (BY_HAND, (torch.bfloat16, optim.AdamW, {**ADAMW, "fused": True}, ORDERED, False)),
+    "masters, by the kernel": (BY_HAND, (torch.bfloat16, optim.AdamW, ADAMW, BY_KERNEL, False)),
+    "masters, fp16, by the kernel": (
+        BY_HAND,
+        (torch.float16, optim.SGD, {"lr": 0.01, "momentum": 0.9}, BY_KERNEL, False),
+    ),
+    "halves and a scaler": (test_masters.scales_halves, ()),
     "masters, fp16": (BY_HAND, (torch.float16, optim.AdamW, ADAMW, ORDERED, False)),
     "masters, whole": (BY_HAND, (torch.bfloat16, optim.AdamW, ADAMW, WHOLE, False)),
     "masters, overlap": (BY_HAND, (torch.bfloat16, optim.SGD, {"lr": 0.01, "momentum": 0.9}, OVERLAP, False)),
