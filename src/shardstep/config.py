@@ -13,6 +13,7 @@ GRADIENTS = ("shard", "keep")
 GATHER = ("wait", "overlap")
 MASTER = ("fp32", "none", "stochastic")
 KERNEL = ("auto", "torch")
+STEP = ("after", "backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class ShardConfig:
         average; the noise depends on the element and the step, and not on the number of ranks.
     kernel: "auto" steps cut parameters on a GPU by one pass over memory, where Triton is there and the optimizer is
         one that it reproduces (Adam, AdamW, SGD, Lion). "torch" leaves it to the optimizer's class.
+    step: "after" backward, in `step()`; or inside "backward", each bucket as soon as it is reduced, so that gradients
+        are never all alive (torch's optimizers only). Then nothing that needs all gradients at once works (clipping by
+        norm, a GradScaler), and a pass outside no_sync() is a step: `step()` must follow it.
     ema: keep an exponential moving average of the weights with this decay, 1/N of it on each of N ranks;
         `with opt.ema():` the model has it.
     sync_buffers: whether module buffers (running means) follow rank 0 in every step.
@@ -53,6 +57,7 @@ class ShardConfig:
     ordered_sums: bool = False
     master: Literal["fp32", "none", "stochastic"] = "fp32"
     kernel: Literal["auto", "torch"] = "auto"
+    step: Literal["after", "backward"] = "after"
     ema: float | None = None
     sync_buffers: bool = True
     audit: int | None = None
@@ -67,9 +72,12 @@ class ShardConfig:
             ("gather", self.gather, GATHER),
             ("master", self.master, MASTER),
             ("kernel", self.kernel, KERNEL),
+            ("step", self.step, STEP),
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+        if self.step == "backward" and self.gradients == "keep":
+            raise ValueError('step="backward" gives gradients away as they come, and gradients="keep" keeps them')
         if self.ema is not None and not 0 <= self.ema < 1:
             raise ValueError(f"ema is a decay of at least 0 and below 1, got {self.ema}")
         if self.audit is not None and not (isinstance(self.audit, int) and self.audit >= 1):

@@ -33,6 +33,7 @@ from shardstep.stepping.average import Average
 from shardstep.stepping.by_kernel import ByKernel, can_step
 from shardstep.stepping.costs import StepCosts
 from shardstep.stepping.entries import Entry
+from shardstep.stepping.in_backward import REASON, StepInBackward
 from shardstep.stepping.local_optimizer import check_shapes, is_of_torch
 from shardstep.stepping.masters import Masters, has_narrow
 from shardstep.stepping.premises import Premises
@@ -126,9 +127,12 @@ class Engine:
         own = [bucket.own for bucket in self._memory.buckets]
         kernel = self._make_kernel(groups)
         of_torch = is_of_torch(self._recipe.optimizer_class)
-        self._streams = two_streams(own, groups) if of_torch and kernel is None else None
+        alone = of_torch and kernel is None and self._config.step == "after"
+        self._streams = two_streams(own, groups) if alone else None
         if self._streams is not None:
             self._together = in_halves(self._together)
+        if self._config.step == "backward":
+            self._together = [[bucket] for group in self._together for bucket in group]
         masters = self._make_masters(groups)
         decay = self._config.ema
         self.share = LocalShare(
@@ -177,12 +181,29 @@ class Engine:
             reuse_memory=sharded and is_of_torch(self._recipe.optimizer_class),
         )
         self.gradients: Gradients = ShardedGradients(given) if sharded else KeptGradients(given)
+        self._in_backward = self._step_in_backward(groups) if self._config.step == "backward" else None
         if overlap:
             buckets_of: dict[torch.Tensor, list[int]] = {}
             for number, bucket in enumerate(plan.buckets):
                 for segment in bucket.segments:
                     buckets_of.setdefault(params[segment.param], []).append(number)
             self._arrivals = Arrivals(self._model, buckets_of, self.wait_for, self.synchronize, self._readers)
+
+    def _step_in_backward(self, groups: ParamGroups) -> StepInBackward:
+        assert isinstance(self.gradients, ShardedGradients), "checked by ShardConfig"
+        number_of = {bucket: number for number, (bucket,) in enumerate(self._together)}
+        planned = self._trainable
+        return StepInBackward(
+            self.share, self.gradients.current, self._memory, groups, number_of, lambda: trainable_of(groups) == planned
+        )
+
+    def check_not_stepped(self, what: str) -> None:
+        """Raise if backward has stepped, and `step` has not given everyone the parameters."""
+        if self._in_backward is not None and self._in_backward.stepped:
+            raise RuntimeError(
+                f'{what}: with ShardConfig(step="backward") the last backward pass has stepped already, and ranks hold '
+                "different parameters until step() was called"
+            )
 
     def take_layouts(self, layouts: Sequence[Layout], elementwise: Sequence[bool]) -> None:
         """Of all groups; some were added."""
@@ -312,6 +333,8 @@ class Engine:
         turns = self.turns
         if turns.apart:
             turns.raise_if_apart()
+        if self._in_backward is not None and turn is not Turn.STEP:
+            raise RuntimeError(REASON.format(what="clipping, a norm or a GradScaler"))
         if turns.notify is not None:
             waits = True  # what a rank does to its own shards alone, those without inputs do to theirs
             if self.gradients.rest:
@@ -326,6 +349,8 @@ class Engine:
         if turns.followers:
             self.hand_over_for(turn, groups, told or {})
         if any(late):
+            if self._in_backward is not None and trainable_of(groups) == self._trainable:
+                raise RuntimeError(REASON.format(what="a gradient that comes after its bucket was reduced"))
             self.take_in(late, groups)
 
     def take_in(self, late: Sequence[int], groups: ParamGroups) -> None:
@@ -370,7 +395,7 @@ class Engine:
             for number, buckets in enumerate(self._together):
                 with nullcontext() if streams is None else streams.of(number):
                     try:
-                        if failure is None:
+                        if failure is None and not self._is_stepped(buckets):
                             self.share.step(number, self.gradients.of_run, scaling)
                     except Exception as error:
                         failure = error
@@ -381,8 +406,13 @@ class Engine:
             self._agreement.claim(Claim("step", failure, facts))
         if failure is None:
             self.share.end(groups)
+        if self._in_backward is not None:
+            self._in_backward.stepped.clear()
         self.gradients.stepped()
         return failure
+
+    def _is_stepped(self, buckets: Sequence[int]) -> bool:
+        return self._in_backward is not None and self._in_backward.stepped.issuperset(buckets)
 
     def _send(self, buckets: Sequence[int]) -> None:
         if self._gathers:

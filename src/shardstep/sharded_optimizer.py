@@ -134,6 +134,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         if self._config.master == "stochastic":
             check_can_be_rounded(chosen)
         check_shapes(self._class, chosen, read_specs(chosen))
+        if self._config.step == "backward" and not is_of_torch(self._class):
+            raise ValueError('step="backward" is for torch\'s optimizers: what others count in a step is not known')
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
         empty = build(self._class, without_params(chosen), self._defaults, {})
         super().__init__(chosen, dict(empty.defaults))
@@ -284,6 +286,8 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients: this rank's part of the mean, and whatever `no_sync` has left in `param.grad`."""
+        if self._config.step == "backward":
+            self._engine.check_not_stepped("zero_grad()")
         self._engine.gradients.clear(to_none=set_to_none)
 
     @contextmanager
@@ -478,6 +482,8 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For `with torch.distributed.algorithms.join.Join([opt]):` ranks may have different numbers of batches."""
+        if self._config.step == "backward":
+            raise RuntimeError('step="backward" and Join do not go together: use the default step')
         return FastLaneJoinHook(self, self._engine, kwargs)
 
     @property

@@ -9,8 +9,9 @@ told in the same exchange, and reduced before the step.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from threading import Lock
@@ -140,6 +141,8 @@ class GradientPass:
         self._nbytes = [bucket.values.nbytes for bucket in memory.buckets]
         self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory, wide=wide)
         self._reductions = transport.reductions(memory.buckets, self._memory.of, wire_dtype)
+        self._alone = channel.world_size == 1
+        self._when_landed: Callable[[int], None] | None = None
         self._poll = open_poll(channel)
         self._lock = Lock()  # autograd calls from one thread for each device
         self.phase = Phase.RESTING
@@ -238,8 +241,21 @@ class GradientPass:
 
     def _make_room(self, bucket: int) -> None:
         """Before a bucket is packed: the oldest lands if there would be more in flight than the transport wants."""
-        while self._flying and sum(self._flying.values()) + self._nbytes[bucket] > self._transport.in_flight_nbytes:
+        most = self._transport.in_flight_nbytes
+        if self._when_landed is not None and (self._alone or most < math.inf):
+            most = min(most, 2.0 * self._nbytes[bucket])  # it is to be stepped soon
+        while self._flying and sum(self._flying.values()) + self._nbytes[bucket] > most:
             self._land(next(iter(self._flying)))
+
+    def step_when_landed(self, step: Callable[[int], None]) -> None:
+        """While a pass runs, `step` is called for each bucket that has landed; each has memory of its own then."""
+        self._when_landed = step
+        self._memory.one_by_one = True
+
+    def let_go_of(self, bucket: int) -> None:
+        """It was stepped, and its gradient is not needed any more."""
+        self.shards[bucket] = None
+        self._memory.let_go_of(bucket)
 
     def _launch(self, bucket: int, parts: list[Parts]) -> None:
         self.are_zero = False
@@ -254,6 +270,8 @@ class GradientPass:
         del self._flying[bucket]
         self._reductions[bucket].land()
         self._lost = lost_before
+        if self._when_landed is not None and self.runs:
+            self._when_landed(bucket)
 
     def land_all(self) -> None:
         """Of the last pass."""

@@ -24,13 +24,24 @@ class ShardMemory:
         self._sizes = [(values.device, values.numel()) for values in like]
         self._keep = keep and all(values.device.type == "cpu" for values in like)
         self._ranges: list[torch.Tensor] = []
+        self.one_by_one = False  # each has memory of its own, from when it is asked for until it is let go of
+        self.alone: dict[int, torch.Tensor] = {}
 
     def of(self, bucket: int) -> torch.Tensor:
+        if self.one_by_one:
+            if bucket not in self.alone:
+                device, numel = self._sizes[bucket]
+                self.alone[bucket] = torch.zeros(numel, device=device, dtype=self.dtypes[bucket])
+            return self.alone[bucket]
         if not self._ranges:
             self._ranges = self._make()
         return self._ranges[bucket]
 
+    def let_go_of(self, bucket: int) -> None:
+        self.alone.pop(bucket, None)
+
     def let_go(self) -> None:
+        self.alone.clear()
         if not self._keep:
             self._ranges = []
 
