@@ -272,6 +272,35 @@ def test_a_compiled_layer_uses_new_weights(workers):
     workers(2).run(compiled_in_part, timeout=100)
 
 
+def compiled_function() -> None:
+    """Compiled code that takes weights itself, and no module is called."""
+    results = []
+    for gather in ("wait", "overlap"):
+        torch._dynamo.reset()
+        model = small_net()
+        opt = sharded(model, gather)
+
+        def first_layer(x: torch.Tensor, model: nn.Sequential = model) -> torch.Tensor:
+            return x @ model[0].weight.T + model[0].bias
+
+        call = torch.compile(first_layer, backend="aot_eager") if gather == "overlap" else first_layer
+        found = []
+        for step in range(4):
+            loss_of(model, batch(step)).backward()
+            opt.step()
+            opt.zero_grad()
+            found.append(call(batch(9)).detach().clone())
+        opt.synchronize()
+        results.append(found)
+        opt.close()
+    assert equal(*results)
+
+
+@pytest.mark.filterwarnings("ignore:gather=")
+def test_a_compiled_function_that_takes_weights_uses_new_ones(workers):
+    workers(2).run(compiled_function, timeout=100)
+
+
 def traced() -> None:
     results = []
     for gather in ("wait", "overlap"):
