@@ -23,9 +23,11 @@ from shardstep.gradients.kept import KeptGradients
 from shardstep.gradients.sharded import Gradients, Kept, ShardedGradients, Surroundings
 from shardstep.memory.arrival import Arrivals, Readers
 from shardstep.memory.flat import FlatMemory
+from shardstep.memory.traced import is_profiled, named
 from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, quickly, span_of
 from shardstep.owners import check_unowned
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
+from shardstep.report import Group, Report, exchange, holding_of, sent_by_ddp
 from shardstep.state.audit import Audit
 from shardstep.state.handing_over import hand_over
 from shardstep.state.resharding import reshard
@@ -44,6 +46,7 @@ from shardstep.wire.choose import open_transport, release
 from shardstep.wire.tensors import broadcast_tensors
 from shardstep.wire.transport import BucketSizes, Gather
 from shardstep.wire.turns import Turn, Turns
+from shardstep.wire.watch import Sender, Watch
 
 ParamGroups = Sequence[dict[str, Any]]
 
@@ -68,6 +71,8 @@ class Engine:
         self._model, self.channel, self._recipe, self._config = model, channel, recipe, config
         params = list(model.parameters())
         self.transport = open_transport(channel, params, self, ordered_sums=config.ordered_sums)
+        self._sender: Sender = self.transport  # or one that is watched
+        self._watch: Watch | None = None  # the last one, when it is over
         self.turns = Turns(channel)
         self.transport.before_waiting(self.turns.check)
         self._agreement = Agreement(channel)
@@ -357,7 +362,10 @@ class Engine:
                 with nullcontext() if streams is None else streams.of(number):
                     try:
                         if failure is None:
-                            self.share.step(number, self.gradients.of_run, scaling)
+                            step = self.share.step
+                            if is_profiled():
+                                step = named(self._memory.titles.of("step", buckets), step)
+                            step(number, self.gradients.of_run, scaling)
                     except Exception as error:
                         failure = error
                     if number + 1 == len(self._together):
@@ -373,7 +381,10 @@ class Engine:
     def _send(self, buckets: Sequence[int]) -> None:
         if self._gathers:
             sent = {bucket: self._gathers[bucket] for bucket in buckets}
-            self.transport.send(list(sent.values()))
+            send = self._sender.send
+            if is_profiled():
+                send = named(self._memory.titles.of("gather", buckets), send)
+            send(list(sent.values()))
             self._arriving.update(sent)
 
     def switch(self, groups: ParamGroups, mode: str) -> None:
@@ -429,7 +440,10 @@ class Engine:
     def wait_for(self, buckets: Sequence[int]) -> None:
         waiting = [bucket for bucket in buckets if bucket in self._arriving]
         if waiting:
-            self.transport.finish([self._arriving[bucket] for bucket in waiting])
+            finish = self._sender.finish
+            if is_profiled():
+                finish = named(self._memory.titles.of("wait for weights of", waiting), finish)
+            finish([self._arriving[bucket] for bucket in waiting])
             for bucket in waiting:
                 del self._arriving[bucket]
             if self._arrivals is not None:
@@ -468,20 +482,40 @@ class Engine:
 
     # -- what it takes ------------------------------------------------------------------------------------------------
 
+    def report(self, groups: ParamGroups, kinds: Sequence[Group]) -> Report:
+        """What all ranks hold and send; `kinds` are of the groups. On all ranks, which wait for each other."""
+        self.check_not_joined("report()")
+        self.synchronize()
+        self.turns.announce(Turn.REPORT)
+        self.turns.check()
+        params = params_of(groups)
+        own = holding_of(self._memory, params, self.share, self.gradients, self._config.reduce_dtype, self.channel.rank)
+        holdings, steps, times = exchange(self.channel, own, self._watch)
+        ddp = sent_by_ddp(params, self._trainable, self.channel.world_size)
+        return Report(holdings, tuple(self.bucket_nbytes()), tuple(kinds), ddp, steps, times)
+
+    @contextmanager
+    def measured(self, groups: ParamGroups) -> Iterator[None]:
+        """Inside, it is measured how long communication is under way; not if a new plan is made there."""
+        sender, gradients, steps = self._sender, self.gradients, self._steps
+        watch = Watch(params_of(groups)[0].device)
+        self._sender = watch.sender(sender)
+        try:
+            with gradients.watched(watch):
+                yield
+        finally:
+            self._sender = sender
+            watch.end(self._steps - steps)
+            self._watch = watch if self.gradients is gradients else None
+
     def bucket_nbytes(self) -> list[int]:
         return [bucket.values.nbytes for bucket in self._memory.buckets]
 
     def predicted_nbytes(self) -> int:
         """What this rank needs at most between two steps, beside activations: by the plan, not by what was measured."""
-        state = sum(
-            value.nbytes
-            for entry in self.share.local.state.values()
-            for value in entry.values()
-            if isinstance(value, torch.Tensor)
-        )
         gradients = sum(bucket.own.nbytes for bucket in self._memory.buckets)
         waiting = self.transport.waiting_nbytes(max(self.bucket_nbytes(), default=0))
-        state += sum(slot.nbytes for slot in self.share.slots)
+        state = self.share.state_nbytes + sum(slot.nbytes for slot in self.share.slots)
         if self.share.masters is not None:
             # What is stepped together has its gradients in fp32 for that time, when none are waiting.
             masters = self.share.masters.values

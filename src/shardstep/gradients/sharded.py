@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from shardstep.planning.runs import Run
 from shardstep.wire.channel import Channel
 from shardstep.wire.transport import Transport
 from shardstep.wire.turns import Turn, Turns
+from shardstep.wire.watch import Watch, unwatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,22 @@ class Gradients(Protocol):
     def take_over(self, kept: Kept) -> None:
         """What was reduced under an earlier plan."""
 
+    are_whole: bool  # every rank has all of the mean, and not its part
+
+    @property
+    def nbytes(self) -> int:
+        """What they take on this rank between a backward pass and the step."""
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Inside, `watch` sees how long it takes to reduce them."""
+        yield
+
 
 class ShardedGradients:
     """`param.grad` is None after backward; this rank's part of the mean lies in `current.shards`."""
+
+    are_whole = False
 
     def __init__(self, given: Surroundings, after_pass: Callable[[], None] | None = None) -> None:
         self._memory, self._params = given.memory, given.params
@@ -219,6 +234,18 @@ class ShardedGradients:
         self.read()
         self.hooks.remove()
         return Kept(self.current.phase, self.used, dict(self.present()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.own.nbytes for bucket in self._memory.buckets)
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        self.current.replace_reductions(watch.reduction)
+        try:
+            yield
+        finally:
+            self.current.replace_reductions(unwatched)
 
     def take_over(self, kept: Kept) -> None:
         used = self.used = bytes(kept.used).ljust(len(self._params), b"\0")
