@@ -137,10 +137,10 @@ def reports_two_classes() -> Report:
 def test_a_report_of_two_classes_and_frozen_parameters(workers):
     report = all_same(workers(2).run(reports_two_classes))
     assert [(group.optimizer, group.layout) for group in report.groups] == [
-        ("torch.optim._muon.Muon", Layout.WHOLE),
+        ("torch.optim.Muon", Layout.WHOLE),
         ("torch.optim.adamw.AdamW", Layout.FLAT),
     ]
-    assert "group 0: torch.optim._muon.Muon, WHOLE, 6 parameters of 1,440 elements" in str(report)
+    assert "group 0: torch.optim.Muon, WHOLE, 6 parameters of 1,440 elements" in str(report)
 
 
 def test_ten_elements_over_four_ranks_by_hand():
@@ -200,6 +200,40 @@ def test_a_rank_that_reports_alone_raises_as_all_do(workers, collectives, has_gr
     kind, text = workers(2).run(reports_alone, collectives, has_gradients, timeout=60)[0]
     assert kind == "RuntimeError"
     assert "ranks [0] call report()" in text, text
+
+
+def reports_now_and_then(config: ShardConfig, collectives: bool) -> None:
+    with by_collectives() if collectives else nullcontext():
+        pairs = [(model, shardstep.shard(model, optim.AdamW, lr=0.01, config=config)) for model in (Net(), Net())]
+    for step in range(5):
+        for number, (model, opt) in enumerate(pairs):
+            look = opt.report if number else nullcontext
+            look()
+            with opt.no_sync():
+                model(batch(step)).square().mean().backward()
+            if number and step == 4 and config.gradients == "shard":
+                assert "no_sync" in raised(opt.report)[1]
+            for micro in (7, 8):
+                model(batch(step + micro)).square().mean().backward()
+                look()
+            opt.step()
+            look()
+            if step != 2:  # then gradients go on adding up
+                opt.zero_grad()
+            look()
+    for _, opt in pairs:
+        opt.synchronize()
+    assert all(map(torch.equal, pairs[0][0].parameters(), pairs[1][0].parameters()))
+
+
+@pytest.mark.parametrize("collectives", [False, True])
+@pytest.mark.parametrize("name", ["flat", "keep", "overlap"])
+def test_reports_change_nothing(workers, name, collectives):
+    workers(2).run(reports_now_and_then, CONFIGS[name][1], collectives)
+
+
+def test_reports_of_one_rank_change_nothing(workers):
+    workers(1).run(reports_now_and_then, FLAT, False)
 
 
 def reports_when_closed() -> tuple[str, str]:
@@ -310,4 +344,4 @@ def test_a_profile_names_buckets_and_parameters(workers, name, collectives):
 
 def test_one_bucket_is_named_after_its_first_and_its_last(workers):
     (found,) = workers(1).run(profiles, ShardConfig(), False)
-    assert found[0] == "shardstep: reduce bucket 0 (nothing ... first.weight)"
+    assert found[0] == "shardstep: reduce bucket 0 (second.bias ... scale)"

@@ -485,9 +485,16 @@ class Engine:
     def report(self, groups: ParamGroups, kinds: Sequence[Group]) -> Report:
         """What all ranks hold and send; `kinds` are of the groups. On all ranks, which wait for each other."""
         self.check_not_joined("report()")
+        if self._why_not_to_step() is not None:
+            raise RuntimeError(
+                "report() between passes inside no_sync(): call it before them, or after the pass that ends them"
+            )
         self.synchronize()
-        self.turns.announce(Turn.REPORT)
+        at_rest = self.gradients.rest
+        self.take_turn(Turn.REPORT, groups)  # other ranks may be in a backward pass, and wait for this one's part
         self.turns.check()
+        if at_rest and not any(self.gradients.used):
+            self.gradients.rest_again()
         params = params_of(groups)
         own = holding_of(self._memory, params, self.share, self.gradients, self._config.reduce_dtype, self.channel.rank)
         holdings, steps, times = exchange(self.channel, own, self._watch)

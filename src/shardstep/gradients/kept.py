@@ -76,6 +76,9 @@ class KeptGradients:
     def make_up_for_a_pass(self) -> None:
         self._inner.make_up_for_a_pass()
 
+    def rest_again(self) -> None:
+        self._inner.rest_again()
+
     def reduce_late(self, late: Sequence[int]) -> None:
         """Every gradient is reduced again with those that were left out: the mean of equal means is that mean."""
         self._inner.reduce_late(late)

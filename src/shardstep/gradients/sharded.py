@@ -66,6 +66,9 @@ class Gradients(Protocol):
     def make_up_for_a_pass(self) -> None:
         """Other ranks have made one, and wait for this one's part: nothing."""
 
+    def rest_again(self) -> None:
+        """No rank had made one: it is as if none had been made up for."""
+
     def reduce_late(self, late: Sequence[int]) -> None:
         """Reduce those too: flags, of this plan's parameters."""
 
@@ -169,6 +172,10 @@ class ShardedGradients:
             self._params[place].grad = gradient
         if self._after_pass is not None:
             self._after_pass()
+
+    def rest_again(self) -> None:
+        self.current.drop_shards()
+        self.current.stepped()
 
     def read(self) -> Sequence[int]:
         """What all ranks had in the passes since the last step."""
