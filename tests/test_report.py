@@ -44,7 +44,7 @@ def reports(dtype: torch.dtype, config: ShardConfig, collectives: bool) -> Repor
         opt = shardstep.shard(model, optim.AdamW, lr=0.01, config=config)
     assert opt.report().ranks[0].state == 0, "before the first step"
     iterate(model, opt, 2)
-    model(batch(2).to(dtype)).float().square().mean().backward()
+    model(batch(2).to(next(model.parameters()).device, dtype)).float().square().mean().backward()
     report = opt.report()
     own = report.ranks[dist.get_rank()]
     entries = list(opt.state.values())
