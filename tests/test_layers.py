@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
-ORDER = ["planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "owners", "engine",
-         "gradient_calls", "uneven_inputs", "sharded_optimizer",
+ORDER = ["planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "owners", "report",
+         "make_share", "step_in_backward", "engine", "gradient_calls", "uneven_inputs", "sharded_optimizer",
          "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook", "cli"]  # fmt: skip
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 

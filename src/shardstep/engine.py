@@ -11,57 +11,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from shardstep.config import ShardConfig
 from shardstep.gradients.kept import KeptGradients
 from shardstep.gradients.sharded import Gradients, Kept, ShardedGradients, Surroundings
+from shardstep.make_share import Recipe, make_share
 from shardstep.memory.arrival import Arrivals, Readers
 from shardstep.memory.flat import FlatMemory
+from shardstep.memory.traced import is_profiled, named
 from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, quickly, span_of
 from shardstep.owners import check_unowned
 from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
+from shardstep.report import Group, Report, exchange, holding_of, sent_by_ddp
 from shardstep.state.audit import Audit
 from shardstep.state.handing_over import hand_over
 from shardstep.state.resharding import reshard
-from shardstep.stepping.average import Average
-from shardstep.stepping.by_kernel import ByKernel, can_step
+from shardstep.step_in_backward import REASON, StepInBackward
 from shardstep.stepping.costs import StepCosts
 from shardstep.stepping.entries import Entry
-from shardstep.stepping.in_backward import REASON, StepInBackward
 from shardstep.stepping.local_optimizer import check_shapes, is_of_torch
-from shardstep.stepping.masters import Masters, has_narrow
 from shardstep.stepping.premises import Premises
-from shardstep.stepping.rounding import SEED, Rounded
 from shardstep.stepping.scaling import Scaling
-from shardstep.stepping.share import LocalShare
-from shardstep.stepping.two_streams import in_halves, two_streams
 from shardstep.wire.agreement import Agreement, Claim, Facts, agree
 from shardstep.wire.channel import Channel
 from shardstep.wire.choose import open_transport, release
 from shardstep.wire.tensors import broadcast_tensors
 from shardstep.wire.transport import BucketSizes, Gather
 from shardstep.wire.turns import Turn, Turns
+from shardstep.wire.watch import Sender, Watch
 
 ParamGroups = Sequence[dict[str, Any]]
 
 _abandoned: list[Any] = []  # what ranks that went apart left under way
 _GRADIENT = "shardstep.gradient"  # a gradient that moves with the state of its piece
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How the local optimizers are made."""
-
-    optimizer_class: type[Optimizer]
-    defaults: Mapping[str, Any]
-    layouts: Sequence[Layout]  # of each group
-    elementwise: Sequence[bool]  # of each group: whether it is, as far as a trial has seen
 
 
 class Engine:
@@ -71,6 +58,8 @@ class Engine:
         self._model, self.channel, self._recipe, self._config = model, channel, recipe, config
         params = list(model.parameters())
         self.transport = open_transport(channel, params, self, ordered_sums=config.ordered_sums)
+        self._sender: Sender = self.transport  # or one that is watched
+        self._watch: Watch | None = None  # the last one, when it is over
         self.turns = Turns(channel)
         self.transport.before_waiting(self.turns.check)
         self._agreement = Agreement(channel)
@@ -124,42 +113,9 @@ class Engine:
         self._trainable = [spec.trainable for spec in plan.params]
         self._memory = FlatMemory(plan, params_of(groups), self.channel.rank)
         self._together = self.transport.step_order(len(plan.buckets))
-        own = [bucket.own for bucket in self._memory.buckets]
-        kernel = self._make_kernel(groups)
-        of_torch = is_of_torch(self._recipe.optimizer_class)
-        alone = of_torch and kernel is None and self._config.step == "after"
-        self._streams = two_streams(own, groups) if alone else None
-        if self._streams is not None:
-            self._together = in_halves(self._together)
-        if self._config.step == "backward":
-            self._together = [[bucket] for group in self._together for bucket in group]
-        masters = self._make_masters(groups)
-        decay = self._config.ema
-        self.share = LocalShare(
-            self._recipe.optimizer_class,
-            self._recipe.defaults,
-            plan,
-            self._memory,
-            self._recipe.layouts,
-            self._together,
-            join=not self.keeps_gradients,
-            masters=masters,
-            average=None if decay is None else Average(self._memory, decay, masters),
-            rounded=Rounded() if self._config.master == "stochastic" else None,
-            kernel=kernel,
-        )
+        made = make_share(self._recipe, self._config, plan, self._memory, self._together, groups)
+        self.share, self._streams, self._together = made.share, made.streams, made.together
         self.share.build(groups, entries, self._counted)
-
-    def _make_kernel(self, groups: ParamGroups) -> ByKernel | None:
-        recipe, config = self._recipe, self._config
-        wanted = config.kernel == "auto" and not self.keeps_gradients
-        if not (wanted and can_step(recipe.optimizer_class, recipe.defaults, groups, recipe.layouts)):
-            return None
-        return ByKernel(recipe.optimizer_class, SEED if config.master == "stochastic" else None)
-
-    def _make_masters(self, groups: ParamGroups) -> Masters | None:
-        wanted = self._config.master == "fp32" and has_narrow(params_of(groups))
-        return Masters(self._memory) if wanted else None
 
     def _connect(self, groups: ParamGroups, plan: Plan) -> None:
         """What talks to other ranks. Its messages are told apart by counting, so all ranks get here, or none."""
@@ -334,7 +290,9 @@ class Engine:
         if turns.apart:
             turns.raise_if_apart()
         if self._in_backward is not None and turn is not Turn.STEP:
-            raise RuntimeError(REASON.format(what="clipping, a norm or a GradScaler"))
+            if turn is not Turn.REPORT:
+                raise RuntimeError(REASON.format(what="clipping, a norm or a GradScaler"))
+            self.check_not_stepped("report()")
         if turns.notify is not None:
             waits = True  # what a rank does to its own shards alone, those without inputs do to theirs
             if self.gradients.rest:
@@ -396,7 +354,10 @@ class Engine:
                 with nullcontext() if streams is None else streams.of(number):
                     try:
                         if failure is None and not self._is_stepped(buckets):
-                            self.share.step(number, self.gradients.of_run, scaling)
+                            step = self.share.step
+                            if is_profiled():
+                                step = named(self._memory.titles.of("step", buckets), step)
+                            step(number, self.gradients.of_run, scaling)
                     except Exception as error:
                         failure = error
                     if number + 1 == len(self._together):
@@ -417,7 +378,10 @@ class Engine:
     def _send(self, buckets: Sequence[int]) -> None:
         if self._gathers:
             sent = {bucket: self._gathers[bucket] for bucket in buckets}
-            self.transport.send(list(sent.values()))
+            send = self._sender.send
+            if is_profiled():
+                send = named(self._memory.titles.of("gather", buckets), send)
+            send(list(sent.values()))
             self._arriving.update(sent)
 
     def switch(self, groups: ParamGroups, mode: str) -> None:
@@ -473,7 +437,10 @@ class Engine:
     def wait_for(self, buckets: Sequence[int]) -> None:
         waiting = [bucket for bucket in buckets if bucket in self._arriving]
         if waiting:
-            self.transport.finish([self._arriving[bucket] for bucket in waiting])
+            finish = self._sender.finish
+            if is_profiled():
+                finish = named(self._memory.titles.of("wait for weights of", waiting), finish)
+            finish([self._arriving[bucket] for bucket in waiting])
             for bucket in waiting:
                 del self._arriving[bucket]
             if self._arrivals is not None:
@@ -512,20 +479,47 @@ class Engine:
 
     # -- what it takes ------------------------------------------------------------------------------------------------
 
+    def report(self, groups: ParamGroups, kinds: Sequence[Group]) -> Report:
+        """What all ranks hold and send; `kinds` are of the groups. On all ranks, which wait for each other."""
+        self.check_not_joined("report()")
+        if self._why_not_to_step() is not None:
+            raise RuntimeError(
+                "report() between passes inside no_sync(): call it before them, or after the pass that ends them"
+            )
+        self.synchronize()
+        at_rest = self.gradients.rest
+        self.take_turn(Turn.REPORT, groups)  # other ranks may be in a backward pass, and wait for this one's part
+        self.turns.check()
+        if at_rest and not any(self.gradients.used):
+            self.gradients.rest_again()
+        params = params_of(groups)
+        own = holding_of(self._memory, params, self.share, self.gradients, self._config.reduce_dtype, self.channel.rank)
+        holdings, steps, times = exchange(self.channel, own, self._watch)
+        ddp = sent_by_ddp(params, self._trainable, self.channel.world_size)
+        return Report(holdings, tuple(self.bucket_nbytes()), tuple(kinds), ddp, steps, times)
+
+    @contextmanager
+    def measured(self, groups: ParamGroups) -> Iterator[None]:
+        """Inside, it is measured how long communication is under way; not if a new plan is made there."""
+        sender, gradients, steps = self._sender, self.gradients, self._steps
+        watch = Watch(params_of(groups)[0].device)
+        self._sender = watch.sender(sender)
+        try:
+            with gradients.watched(watch):
+                yield
+        finally:
+            self._sender = sender
+            watch.end(self._steps - steps)
+            self._watch = watch if self.gradients is gradients else None
+
     def bucket_nbytes(self) -> list[int]:
         return [bucket.values.nbytes for bucket in self._memory.buckets]
 
     def predicted_nbytes(self) -> int:
         """What this rank needs at most between two steps, beside activations: by the plan, not by what was measured."""
-        state = sum(
-            value.nbytes
-            for entry in self.share.local.state.values()
-            for value in entry.values()
-            if isinstance(value, torch.Tensor)
-        )
         gradients = sum(bucket.own.nbytes for bucket in self._memory.buckets)
         waiting = self.transport.waiting_nbytes(max(self.bucket_nbytes(), default=0))
-        state += sum(slot.nbytes for slot in self.share.slots)
+        state = self.share.state_nbytes + sum(slot.nbytes for slot in self.share.slots)
         if self.share.masters is not None:
             # What is stepped together has its gradients in fp32 for that time, when none are waiting.
             masters = self.share.masters.values

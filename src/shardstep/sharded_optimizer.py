@@ -18,13 +18,15 @@ from torch.optim import Optimizer
 
 from shardstep.arguments import check_model, check_parameters, parameters_of, read_group, read_groups
 from shardstep.config import ShardConfig
-from shardstep.engine import Engine, Recipe, params_of, trainable_of
+from shardstep.engine import Engine, params_of, trainable_of
 from shardstep.gradient_calls import clamp, clip, norms, unscale_all
 from shardstep.gradients.guard import guard, release
 from shardstep.gradients.scaling import Unscaled, unscale_kept
 from shardstep.gradients.wrapped import refuse_ddp
+from shardstep.make_share import Recipe
 from shardstep.owners import check_unowned, close_earlier, owned_in, take
 from shardstep.planning import Layout, Piece, Plan, read_specs
+from shardstep.report import Group, Report
 from shardstep.state.resharding import cut_whole, read_shard
 from shardstep.state.state_dict import ShownState, check_saved_groups, check_state_dict, pack_groups
 from shardstep.stepping.entries import Entry, join_entries
@@ -496,6 +498,31 @@ class ShardedOptimizer(Optimizer, Joinable):
         return self._channel.group
 
     # -- what it takes ------------------------------------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What every rank holds and sends; with times, if steps were `measured`. On all ranks; `print` it."""
+        if self._closed:
+            raise RuntimeError("this optimizer was closed: there is nothing to report")
+        rows = zip(self.param_groups, self._layouts, strict=True)
+        groups = [
+            Group(
+                qualified_name(class_of(self._class, group)),
+                layout,
+                len(group["params"]),
+                sum(param.numel() for param in group["params"]),
+            )
+            for group, layout in rows
+        ]
+        return self._engine.report(self.param_groups, groups)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Inside, steps are measured for the next `report`: how much of their communication computation hides.
+
+        No host waits for a device here. What is measured is a block: put whole steps into it, with their passes.
+        """
+        with self._engine.measured(self.param_groups):
+            yield
 
     def bucket_nbytes(self) -> list[int]:
         """The bytes of each bucket."""

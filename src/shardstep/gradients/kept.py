@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -13,12 +14,14 @@ from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import flat_gradient
 from shardstep.planning import Piece
 from shardstep.planning.runs import Run
-from shardstep.wire.transport import finish_gathers
 from shardstep.wire.turns import Turn
+from shardstep.wire.watch import EachByItself, Sender, Watch
 
 
 class KeptGradients:
     """Reduced to shards and gathered when a pass ends; `step` takes what is in `param.grad` when it is called."""
+
+    are_whole = True
 
     def __init__(self, given: Surroundings) -> None:
         self._memory, self._params, self._rank = given.memory, given.params, given.channel.rank
@@ -28,6 +31,7 @@ class KeptGradients:
         ]
         self._mean_memory = FlatMemory(given.memory.plan, self._means, given.channel.rank)
         self._gathers = given.transport.range_gathers(self._mean_memory.buckets, ring=True)
+        self._sender: Sender = EachByItself()
         after_pass = weakref.WeakMethod(self._after_pass)  # a cycle would keep the hooks alive when this is dropped
         self._inner = ShardedGradients(given, lambda: (after_pass() or _nothing)())
         self._late: Sequence[int] = bytes(len(given.params))
@@ -52,10 +56,10 @@ class KeptGradients:
             for values, part in zip(bucket.split(bucket.own), bucket.split(shard), strict=True):
                 values.copy_(part)
             if self._gathers:
-                self._gathers[number].send()
+                self._sender.send([self._gathers[number]])
         del shards, shard
         self._inner.current.drop_shards()
-        finish_gathers(self._gathers)
+        self._sender.finish(self._gathers)
         for place in self._inner.travels:
             if self.used[place]:
                 self._params[place].grad = self._means[place]
@@ -71,6 +75,9 @@ class KeptGradients:
 
     def make_up_for_a_pass(self) -> None:
         self._inner.make_up_for_a_pass()
+
+    def rest_again(self) -> None:
+        self._inner.rest_again()
 
     def reduce_late(self, late: Sequence[int]) -> None:
         """Every gradient is reduced again with those that were left out: the mean of equal means is that mean."""
@@ -126,6 +133,19 @@ class KeptGradients:
     def give_up(self) -> Kept:
         kept = self._inner.give_up()
         return Kept(kept.phase, kept.used, {})  # the gradients themselves are in `param.grad`
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.values.nbytes for bucket in self._mean_memory.buckets)
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        sender, self._sender = self._sender, watch.gradient_sender(self._sender)
+        try:
+            with self._inner.watched(watch):
+                yield
+        finally:
+            self._sender = sender
 
     def take_over(self, kept: Kept) -> None:
         self._inner.take_over(kept)

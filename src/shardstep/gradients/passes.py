@@ -22,11 +22,12 @@ from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.packing import GradientPacking, Parts
 from shardstep.memory.flat import FlatMemory
 from shardstep.memory.shards import ShardMemory
+from shardstep.memory.traced import is_profiled, named
 from shardstep.memory.views import quickly
 from shardstep.wire.channel import Channel
 from shardstep.wire.hosts import RanksApartError
 from shardstep.wire.records import open_poll
-from shardstep.wire.transport import Transport
+from shardstep.wire.transport import Reduction, Transport
 from shardstep.wire.turns import Turn, Turns
 
 
@@ -136,11 +137,12 @@ class GradientPass:
         """`reuse_memory`: nobody looks at a gradient of an earlier step, so the next may lie where it lay."""
         self._transport, self._turns, self._params = transport, turns, params
         self._packing = GradientPacking(memory, params, transport)
+        self._titles = memory.titles
         self.order = LaunchOrder([{s.param for s in bucket.bucket.segments} for bucket in memory.buckets])
         self._places = [self._packing.places(bucket) for bucket in range(len(memory.buckets))]
         self._nbytes = [bucket.values.nbytes for bucket in memory.buckets]
         self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory, wide=wide)
-        self._reductions = transport.reductions(memory.buckets, self._memory.of, wire_dtype)
+        self._reductions: Sequence[Reduction] = transport.reductions(memory.buckets, self._memory.of, wire_dtype)
         self._alone = channel.world_size == 1
         self._when_landed: Callable[[int], None] | None = None
         self._poll = open_poll(channel)
@@ -259,8 +261,10 @@ class GradientPass:
 
     def _launch(self, bucket: int, parts: list[Parts]) -> None:
         self.are_zero = False
-        shard = self._reductions[bucket].start(parts, self._places[bucket], self.shards[bucket])
-        dtype = self._memory.dtypes[bucket]
+        start = self._reductions[bucket].start
+        if is_profiled():
+            start = named(self._titles.of("reduce", [bucket]), start)
+        shard, dtype = start(parts, self._places[bucket], self.shards[bucket]), self._memory.dtypes[bucket]
         self.shards[bucket] = shard if shard.dtype is dtype else shard.to(dtype)  # alone, a rank keeps what it packed
         self._flying[bucket] = self._nbytes[bucket]
         self.order.launched()
@@ -268,7 +272,10 @@ class GradientPass:
     def _land(self, bucket: int) -> None:
         lost_before, self._lost = self._lost, True  # if anything raises here, there is no second try
         del self._flying[bucket]
-        self._reductions[bucket].land()
+        land = self._reductions[bucket].land
+        if is_profiled():
+            land = named(self._titles.of("wait for gradients of", [bucket]), land)
+        land()
         self._lost = lost_before
         if self._when_landed is not None and self.runs:
             self._when_landed(bucket)
@@ -277,6 +284,10 @@ class GradientPass:
         """Of the last pass."""
         for bucket in list(self._flying):
             self._land(bucket)
+
+    def replace_reductions(self, by: Callable[[Reduction], Reduction]) -> None:
+        """Each by one that does the same, and takes note of it."""
+        self._reductions = [by(reduction) for reduction in self._reductions]
 
     # -- between passes -----------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from shardstep.planning.runs import Run
 from shardstep.wire.channel import Channel
 from shardstep.wire.transport import Transport
 from shardstep.wire.turns import Turn, Turns
+from shardstep.wire.watch import Watch, unwatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,9 @@ class Gradients(Protocol):
     def make_up_for_a_pass(self) -> None:
         """Other ranks have made one, and wait for this one's part: nothing."""
 
+    def rest_again(self) -> None:
+        """No rank had made one: it is as if none had been made up for."""
+
     def reduce_late(self, late: Sequence[int]) -> None:
         """Reduce those too: flags, of this plan's parameters."""
 
@@ -105,9 +110,22 @@ class Gradients(Protocol):
     def take_over(self, kept: Kept) -> None:
         """What was reduced under an earlier plan."""
 
+    are_whole: bool  # every rank has all of the mean, and not its part
+
+    @property
+    def nbytes(self) -> int:
+        """What they take on this rank between a backward pass and the step."""
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Inside, `watch` sees how long it takes to reduce them."""
+        yield
+
 
 class ShardedGradients:
     """`param.grad` is None after backward; this rank's part of the mean lies in `current.shards`."""
+
+    are_whole = False
 
     def __init__(self, given: Surroundings, after_pass: Callable[[], None] | None = None) -> None:
         self._memory, self._params = given.memory, given.params
@@ -156,6 +174,10 @@ class ShardedGradients:
             self._params[place].grad = gradient
         if self._after_pass is not None:
             self._after_pass()
+
+    def rest_again(self) -> None:
+        self.current.drop_shards()
+        self.current.stepped()
 
     def read(self) -> Sequence[int]:
         """What all ranks had in the passes since the last step."""
@@ -221,6 +243,18 @@ class ShardedGradients:
         self.read()
         self.hooks.remove()
         return Kept(self.current.phase, self.used, dict(self.present()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.own.nbytes for bucket in self._memory.buckets)
+
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        self.current.replace_reductions(watch.reduction)
+        try:
+            yield
+        finally:
+            self.current.replace_reductions(unwatched)
 
     def take_over(self, kept: Kept) -> None:
         used = self.used = bytes(kept.used).ljust(len(self._params), b"\0")

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from shardstep.memory.traced import Titles
 from shardstep.memory.views import move_in, quickly, separate_view
 from shardstep.planning import Bucket, Piece, Plan
 
@@ -48,6 +49,7 @@ class FlatMemory:
 
     def __init__(self, plan: Plan, params: Sequence[torch.Tensor], rank: int) -> None:
         self.plan = plan
+        self.titles = Titles(plan)
         self.homes: dict[int, torch.Tensor] = {}  # of every parameter that travels: its view
         self.buckets: list[BucketMemory] = []
         for stretch in _stretches(plan.buckets):

@@ -159,6 +159,14 @@ class Bucket:
             if piece.param == param and (max(start, piece.start) < min(stop, piece.stop) or start == stop)
         ]
 
+    def sent(self, rank: int) -> tuple[int, int]:
+        """Elements that a rank sends: gradients to those that hold them, and what it holds to everyone.
+
+        Of equal ranges among N ranks each is (N - 1)/N of the bucket.
+        """
+        low, high = self.ranges.bounds(rank)
+        return self.numel - (high - low), (high - low) * (self.ranges.count - 1)
+
     @property
     def splits(self) -> tuple[int, ...]:
         """How many elements of parameters each rank holds."""

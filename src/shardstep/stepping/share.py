@@ -255,6 +255,13 @@ class LocalShare:
 
     # -- state --------------------------------------------------------------------------------------------------------
 
+    @property
+    def state_nbytes(self) -> int:
+        """Of the optimizer's own state, that of frozen parameters included; without masters and averages."""
+        entries = [*self.local.state.values(), *self.parked.values()]
+        tensors = [value for entry in entries for value in entry.values() if isinstance(value, torch.Tensor)]
+        return sum(value.nbytes for value in tensors)
+
     def entries(self) -> dict[Piece, Entry]:
         """The state of every piece that was stepped, also of frozen ones: views, where pieces share a tensor."""
         live = {

@@ -26,6 +26,7 @@ class Turn(IntEnum):
     STEP = 4
     UNSCALE = 5
     FOLLOW = 6
+    REPORT = 7
 
 
 _PREMISE = bytes(8)  # a digest
@@ -37,6 +38,7 @@ _WORDS = {
     Turn.NORMS: "call grad_norms()",
     Turn.STEP: "call step()",
     Turn.UNSCALE: "unscale gradients with a GradScaler",
+    Turn.REPORT: "call report()",
     Turn.FOLLOW: "have no inputs left, and do what the others do",
 }
 
