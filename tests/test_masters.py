@@ -131,6 +131,46 @@ def test_small_steps_are_lost_without_masters_and_not_with_them(workers):
         assert way == 1.0
     for way in workers(2).run(goes_a_long_way, "fp32"):
         assert abs(way - (1 - 400 * 0.0004)) < 0.005
+    for way in workers(2).run(goes_a_long_way, "stochastic"):
+        assert abs(way - (1 - 400 * 0.0004)) < 0.03  # three deviations of the mean of eight such walks
+
+
+def rounds_by_chance(layout: Layout, gather: Any) -> list[torch.Tensor]:
+    """The same gradients on all ranks: then their mean does not depend on how many there are."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5)).bfloat16()
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, master="stochastic", layout=layout, gather=gather)
+    opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=config)
+    x = torch.linspace(-1, 1, 28).view(4, 7).bfloat16()
+    for step in range(5):
+        model[2].requires_grad_(step != 2)
+        model(x + step).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+    opt.synchronize()
+    state = [value for entry in opt.state.values() for value in entry.values() if value.dim()]
+    assert all(value.dtype is torch.float32 for value in state)
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_rounding_by_chance_does_not_depend_on_ranks_or_layout(workers):
+    found = [
+        values
+        for ranks in (1, 2, 4)
+        for layout in (Layout.FLAT, Layout.WHOLE)
+        for values in workers(ranks).run(rounds_by_chance, layout, "overlap" if ranks == 2 else "wait")
+    ]
+    assert all(all(map(torch.equal, found[0], other)) for other in found)
+
+
+def refuses_to_round_halves() -> str:
+    config = ShardConfig(master="stochastic")
+    return raised(lambda: shardstep.shard(nn.Linear(3, 3).half(), optim.SGD, config=config))[1]
+
+
+def test_rounding_by_chance_is_for_bfloat16(workers):
+    (text,) = workers(1).run(refuses_to_round_halves)
+    assert "weight is float16" in text
 
 
 # -- who writes a weight -----------------------------------------------------------------------------------------------
@@ -279,7 +319,7 @@ def warns_that_it_stalls(lr: float) -> list[str]:
 
 def test_steps_that_vanish_in_rounding_are_said_once(workers):
     (text,), nothing = workers(2).run(warns_that_it_stalls, 1e-4)
-    assert 'With lr=0.0001 most steps change nothing: use ShardConfig(master="fp32")' in text
+    assert 'With lr=0.0001 most steps change nothing: use ShardConfig(master="fp32") or' in text
     assert not nothing
     assert workers(2).run(warns_that_it_stalls, 0.1) == [[], []]
 

@@ -11,7 +11,8 @@ from shardstep.planning import Layout
 
 GRADIENTS = ("shard", "keep")
 GATHER = ("wait", "overlap")
-MASTER = ("fp32", "none")
+MASTER = ("fp32", "none", "stochastic")
+KERNEL = ("auto", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class ShardConfig:
         to run on the same machines. True: as with Gloo, by an all-to-all, at a price (docs/concepts.md).
     master: of bf16 and fp16 parameters. "fp32": each rank keeps its pieces in float32 and steps those; parameters and
         gradients travel in 16 bits. "none": they are stepped as they are, and small steps are lost to rounding.
+        "stochastic" (bf16 alone): stepped in float32 and rounded up or down by chance, so that small steps count on
+        average; the noise depends on the element and the step, and not on the number of ranks.
+    kernel: "auto" steps cut parameters on a GPU by one pass over memory, where Triton is there and the optimizer is
+        one that it reproduces (Adam, AdamW, SGD, Lion). "torch" leaves it to the optimizer's class.
     ema: keep an exponential moving average of the weights with this decay, 1/N of it on each of N ranks;
         `with opt.ema():` the model has it.
     sync_buffers: whether module buffers (running means) follow rank 0 in every step.
@@ -46,7 +51,8 @@ class ShardConfig:
     gather: Literal["wait", "overlap"] = "wait"
     reduce_dtype: torch.dtype | None = None
     ordered_sums: bool = False
-    master: Literal["fp32", "none"] = "fp32"
+    master: Literal["fp32", "none", "stochastic"] = "fp32"
+    kernel: Literal["auto", "torch"] = "auto"
     ema: float | None = None
     sync_buffers: bool = True
     audit: int | None = None
@@ -60,6 +66,7 @@ class ShardConfig:
             ("gradients", self.gradients, GRADIENTS),
             ("gather", self.gather, GATHER),
             ("master", self.master, MASTER),
+            ("kernel", self.kernel, KERNEL),
         ):
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

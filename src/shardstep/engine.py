@@ -30,12 +30,14 @@ from shardstep.state.audit import Audit
 from shardstep.state.handing_over import hand_over
 from shardstep.state.resharding import reshard
 from shardstep.stepping.average import Average
+from shardstep.stepping.by_kernel import ByKernel, can_step
 from shardstep.stepping.costs import StepCosts
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import check_shapes, is_of_torch
 from shardstep.stepping.masters import Masters, has_narrow
-from shardstep.stepping.parts import Scaling
 from shardstep.stepping.premises import Premises
+from shardstep.stepping.rounding import SEED, Rounded
+from shardstep.stepping.scaling import Scaling
 from shardstep.stepping.share import LocalShare
 from shardstep.stepping.two_streams import in_halves, two_streams
 from shardstep.wire.agreement import Agreement, Claim, Facts, agree
@@ -122,7 +124,9 @@ class Engine:
         self._memory = FlatMemory(plan, params_of(groups), self.channel.rank)
         self._together = self.transport.step_order(len(plan.buckets))
         own = [bucket.own for bucket in self._memory.buckets]
-        self._streams = two_streams(own, groups) if is_of_torch(self._recipe.optimizer_class) else None
+        kernel = self._make_kernel(groups)
+        of_torch = is_of_torch(self._recipe.optimizer_class)
+        self._streams = two_streams(own, groups) if of_torch and kernel is None else None
         if self._streams is not None:
             self._together = in_halves(self._together)
         masters = self._make_masters(groups)
@@ -137,8 +141,17 @@ class Engine:
             join=not self.keeps_gradients,
             masters=masters,
             average=None if decay is None else Average(self._memory, decay, masters),
+            rounded=Rounded() if self._config.master == "stochastic" else None,
+            kernel=kernel,
         )
         self.share.build(groups, entries, self._counted)
+
+    def _make_kernel(self, groups: ParamGroups) -> ByKernel | None:
+        recipe, config = self._recipe, self._config
+        wanted = config.kernel == "auto" and not self.keeps_gradients
+        if not (wanted and can_step(recipe.optimizer_class, recipe.defaults, groups, recipe.layouts)):
+            return None
+        return ByKernel(recipe.optimizer_class, SEED if config.master == "stochastic" else None)
 
     def _make_masters(self, groups: ParamGroups) -> Masters | None:
         wanted = self._config.master == "fp32" and has_narrow(params_of(groups))

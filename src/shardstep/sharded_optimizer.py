@@ -40,10 +40,10 @@ from shardstep.stepping.local_optimizer import (
     qualified_name,
     without_params,
 )
-from shardstep.stepping.masters import Source, cut_masters, given_masters, why_it_stalls
+from shardstep.stepping.masters import Source, check_can_be_rounded, cut_masters, given_masters, why_it_stalls
 from shardstep.stepping.options import class_line, option_keys, option_lines
-from shardstep.stepping.parts import Scaling, takes_scaling
 from shardstep.stepping.probe import probe
+from shardstep.stepping.scaling import Scaling
 from shardstep.stepping.several import check_class, read_classes, required, without_class
 from shardstep.uneven_inputs import FastLaneJoinHook
 from shardstep.wire.agreement import Claim, Facts, agree
@@ -131,6 +131,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._check_left_out(allowed=not getattr(self._class, "inner_classes", ()))
         check_parameters(chosen, allow_mixed_dtypes=True)
         check_unowned(chosen, self._model)
+        if self._config.master == "stochastic":
+            check_can_be_rounded(chosen)
         check_shapes(self._class, chosen, read_specs(chosen))
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
         empty = build(self._class, without_params(chosen), self._defaults, {})
@@ -235,7 +237,7 @@ class ShardedOptimizer(Optimizer, Joinable):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch's `GradScaler` asks: whether `step` takes its verdict on the device, and skips there."""
-        return takes_scaling(self._engine.share.local)
+        return self._engine.share.takes_scaling
 
     def _scaling(self) -> Scaling | None:
         """What `GradScaler.step` has left on this optimizer, for its `step`."""

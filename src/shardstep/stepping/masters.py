@@ -139,9 +139,17 @@ def why_it_stalls(groups: Sequence[Mapping[str, Any]]) -> str | None:
             return (
                 f'master="none": weights of {params[0].dtype} are about {usual:.1e} here, and what is less than '
                 f"{least:.1e} is lost when it is added to one. With lr={lr:g} most steps change nothing: use "
-                'ShardConfig(master="fp32")'
+                'ShardConfig(master="fp32") or master="stochastic"'
             )
     return None
+
+
+def check_can_be_rounded(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise for fp16: what is below its smallest number would be rounded up to it far too often, or never."""
+    params = [param for group in groups for param in group["params"]]
+    halves = [spec.name for spec, param in zip(read_specs(groups), params, strict=True) if param.dtype is torch.float16]
+    if halves:
+        raise ValueError(f'master="stochastic" is for bfloat16, and {halves[0]} is float16: use master="fp32"')
 
 
 def has_narrow(params: Sequence[torch.Tensor]) -> bool:

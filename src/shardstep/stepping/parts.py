@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,21 +17,11 @@ from torch.optim import SGD, Optimizer
 
 from shardstep.stepping.counters import Counters, resume
 from shardstep.stepping.local_optimizer import copy_options, is_of_torch
+from shardstep.stepping.scaling import Scaling
 from shardstep.stepping.slices import ElementwiseGroups, MakeOptimizer, SlicedStep
 
 _OF_PARAMS = ("params", "param_names")
 _MUTABLE = (torch.Tensor, list, dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """What a GradScaler tells a fused kernel, on the device: by the names of the attributes that torch's classes read.
-
-    Where `found_inf` is 1 nothing is stepped, and no step is counted. Gradients are divided by `grad_scale`.
-    """
-
-    found_inf: torch.Tensor
-    grad_scale: torch.Tensor | None
 
 
 def takes_scaling(optimizer: Optimizer) -> bool:

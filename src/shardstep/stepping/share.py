@@ -10,7 +10,8 @@ kernels round differently at the end of a tensor: fused ones on the CPU, and tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,10 +22,13 @@ from shardstep.memory.views import dense_view
 from shardstep.planning import Layout, Piece, Plan
 from shardstep.planning.runs import Run, find_runs
 from shardstep.stepping.average import Average
+from shardstep.stepping.by_kernel import ByKernel, KernelRow
 from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 from shardstep.stepping.local_optimizer import build, is_of_torch
 from shardstep.stepping.masters import NARROW, Masters
-from shardstep.stepping.parts import PartedOptimizer, Scaling, placeholder
+from shardstep.stepping.parts import PartedOptimizer, placeholder, takes_scaling
+from shardstep.stepping.rounding import Rounded
+from shardstep.stepping.scaling import Scaling
 from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 from shardstep.stepping.slots import Slot
 
@@ -49,10 +53,13 @@ class LocalShare:
         join: bool,
         masters: Masters | None = None,
         average: Average | None = None,
+        rounded: Rounded | None = None,
+        kernel: ByKernel | None = None,
     ) -> None:
         self._class, self._defaults = optimizer_class, defaults
         self._plan, self._memory, self._layouts, self._together = plan, memory, layouts, together
         self.masters, self.average = masters, average
+        self._rounded, self._kernel = rounded, kernel
         self.slots: list[Slot] = [slot for slot in (masters, average) if slot is not None]
         self._join = join and is_of_torch(optimizer_class)
         self.runs: list[tuple[Run, ...]] = []  # by bucket
@@ -90,6 +97,32 @@ class LocalShare:
         self._parted = PartedOptimizer(self.local, parts, _maker(self._class, self._defaults))
         self._parted.reload()
         self._parted.resume(counted)
+        if self._kernel is not None:
+            self._kernel.build(self._kernel_rows(), self.local.state, param_groups)
+
+    def _kernel_rows(self) -> list[list[KernelRow]]:
+        return [
+            [
+                self._kernel_row(run, tensor, bucket)
+                for bucket in group
+                for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
+            ]
+            for group in self._together
+        ]
+
+    def _kernel_row(self, run: Run, tensor: torch.Tensor, bucket: int) -> KernelRow:
+        first, values = run.pieces[0], self._own(run, bucket)
+        master = tensor.detach().view(-1) if self.masters is not None and bucket in self.masters.values else None
+        return KernelRow(tensor, values, master, self._group_of(first), first.param, first.start)
+
+    def _own(self, run: Run, bucket: int) -> torch.Tensor:
+        """The parameters' own memory, flat."""
+        return self._memory.buckets[bucket].own[run.start : run.stop]
+
+    @property
+    def takes_scaling(self) -> bool:
+        """Whether a step takes what a GradScaler has found without asking the device."""
+        return self._kernel is not None or takes_scaling(self.local)
 
     def counted(self) -> dict[str, Any]:
         """What the class has counted on itself, in attributes."""
@@ -118,7 +151,8 @@ class LocalShare:
         cut_anywhere = home.dtype in CUT_ANYWHERE or (self.masters is not None and home.dtype in NARROW)
         rounds_alike = home.is_cuda or (cut_anywhere and not fused)
         is_cut = self._layouts[self._group_of(piece)] is Layout.FLAT
-        return self._join and is_cut and home.dim() > 0 and rounds_alike
+        by_chance = self._rounded is not None and home.dtype is torch.bfloat16  # noise is one parameter's
+        return self._join and is_cut and home.dim() > 0 and rounds_alike and not by_chance
 
     def _tensor_of(self, run: Run, bucket: int) -> torch.Tensor:
         """What the optimizer steps: a flat range, or a parameter in its own shape.
@@ -127,6 +161,9 @@ class LocalShare:
         """
         home = self._memory.homes[run.pieces[0].param]
         whole = self._layouts[self._group_of(run.pieces[0])] is Layout.WHOLE or home.dim() == 0
+        if self._rounded is not None and home.dtype is torch.bfloat16:
+            shape = home.shape if whole else torch.Size([run.numel])
+            return self._rounded.stand_in(shape, home.device).requires_grad_()
         if self.masters is None or bucket not in self.masters.values:
             return (home if whole else self._memory.buckets[bucket].own[run.start : run.stop]).detach().requires_grad_()
         master = self.masters.values[bucket]
@@ -157,6 +194,8 @@ class LocalShare:
             self.build(param_groups, self.entries())
         if self.masters is not None:
             self.masters.follow()
+        if self._kernel is not None:
+            self._kernel.begin(param_groups)
         assert self._parted is not None, "built"
         self._parted.begin(param_groups)
 
@@ -167,17 +206,38 @@ class LocalShare:
         scaling: Scaling | None = None,
     ) -> None:
         """Step the buckets of a group; `gradients_of` a run of a bucket are flat, or None."""
-        shaped = [
-            _like(gradients_of(bucket, run), tensor)
-            for bucket in self._together[group]
-            for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
-        ]
-        assert self._parted is not None, "built"
-        self._parted.step(group, shaped, scaling)
-        if self.masters is not None:
-            self.masters.write(self._together[group])
+        buckets = self._together[group]
+        gradients = [gradients_of(bucket, run) for bucket in buckets for run in self.runs[bucket]]
+        if self._kernel is not None:
+            self._kernel.step(group, gradients, scaling)
+        else:
+            self._step_parts(group, gradients, scaling)
         if self.average is not None:
-            self.average.follow(self._together[group])
+            self.average.follow(buckets)
+
+    def _step_parts(self, group: int, gradients: Sequence[torch.Tensor | None], scaling: Scaling | None) -> None:
+        buckets = self._together[group]
+        assert self._parted is not None, "built"
+        with nullcontext() if self._rounded is None else self._lent(self._rounded, buckets):
+            tensors = [tensor for bucket in buckets for tensor in self._tensors[bucket]]
+            self._parted.step(group, list(map(_like, gradients, tensors)), scaling)
+        if self.masters is not None:
+            self.masters.write(buckets)
+
+    @contextmanager
+    def _lent(self, rounded: Rounded, buckets: Iterable[int]) -> Iterator[None]:
+        """Inside, what is rounded by chance has its values in float32."""
+        rows = [
+            (run, tensor, self._own(run, bucket))
+            for bucket in buckets
+            for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
+            if self._memory.buckets[bucket].values.dtype is torch.bfloat16
+        ]
+        for _, tensor, own in rows:
+            rounded.lend(tensor, own)
+        yield
+        for run, tensor, own in rows:
+            rounded.take_back(tensor, own, run, self.local.state.get(tensor, {}))
 
     def end(self, param_groups: ParamGroups) -> None:
         assert self._parted is not None, "built"
@@ -187,7 +247,8 @@ class LocalShare:
         """`train` or `eval` of the class."""
         assert self._parted is not None, "built"
         self._parted.begin(param_groups)
-        self._parted.switch(mode)
+        with nullcontext() if self._rounded is None else self._lent(self._rounded, range(len(self.runs))):
+            self._parted.switch(mode)
         self._parted.end(param_groups)
         if self.masters is not None:
             self.masters.write(self.masters.values)
