@@ -7,6 +7,7 @@ nothing here, so the machine may do other work.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,15 +46,15 @@ METHOD = """\
 The demo's GPT ({layers} layers, width {width}, {heads} heads, {parameters:,} parameters) and its text, one token per
 character; {ranks} Gloo ranks with one thread each, {batch} sequences of {block} tokens per rank and step, {steps}
 steps. Weights, batches and schedule are the same for all: {warm_up} steps up to the learning rate, then a cosine down
-to {last:g} of it; gradients are clipped to a norm of {most_norm:g}. AdamW: {rate:g}, and twice that in a row of its own.
-Muon: {muon_rate:g}, no other was tried, for the matrices of the blocks; AdamW for the embeddings and norms. All else is
-as torch has it, so that weight decay is 0.01 for AdamW and 0.1 for Muon.
+to {last:g} of it; gradients are clipped to a norm of {most_norm:g}. AdamW: {rate:g}, and twice that in a row of its
+own. Muon: {muon_rate:g}, no other was tried, for the matrices of the blocks; AdamW for the embeddings and norms. All
+else is as torch has it, so that weight decay is 0.01 for AdamW and 0.1 for Muon.
 
 In bf16 parameters, activations and gradients are bf16, without autocast; logits become fp32 before the loss.
 
-Final loss: the mean of the last {last_steps} steps, over all ranks. One seed. How much is chance: "rounded start" is fp32 AdamW from
-weights that were rounded to bf16 once. At the demo's rate and without clipping it is far more: that decides there
-whether the first steps throw this model onto a plateau.{left_out}"""
+Final loss: the mean of the last {last_steps} steps, over all ranks. One seed. How much is chance: "rounded start" is
+fp32 AdamW from weights that were rounded to bf16 once. At the demo's rate and without clipping it is far more: that
+decides there whether the first steps throw this model onto a plateau.{left_out}"""
 
 PICTURE = "loss_curves.svg"
 DOCS = Path(__file__).parents[1] / "docs"
@@ -90,6 +91,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=500, help="of every contender (default: 500)")
+    parser.add_argument("--draw", action="store_true", help="only the picture, again, from the results that are there")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 60 steps; numbers mean nothing")
     return parser.parse_args()
 
@@ -154,6 +156,10 @@ def make_report(result: Result, steps: int) -> Report:
 def main() -> int:
     arguments = parse_arguments()
     console = make_console()
+    if arguments.draw:
+        kept = json.loads((RESULTS / "convergence.json").read_text())
+        write_picture(kept["launch"]["losses"], DOCS / PICTURE)
+        return 0
     launch = Launch("tiny", 60) if arguments.quick else Launch("small", arguments.steps)
     results = start_all([launch], console)
     if results is None:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import matplotlib as mpl
-from convergence_worker import BY_CHANCE, FLOAT32, MASTERS, MUON, NO_MASTERS
+from convergence_worker import BY_CHANCE, FASTER, FLOAT32, LEARNING_RATE, MASTERS, MUON, MUON_RATE, NO_MASTERS
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -17,6 +17,7 @@ Losses = Mapping[str, Sequence[float]]
 # Paul Tol's "bright" palette, which colour-blind readers can tell apart; dashes tell them apart in grey.
 LINES = {
     FLOAT32: ("#4477AA", "-"),
+    FASTER: ("#66CCEE", "--"),
     MUON: ("#EE6677", "-"),
     MASTERS: ("#228833", "-"),
     BY_CHANCE: ("#AA3377", "--"),
@@ -50,11 +51,16 @@ def draw_figure(losses: Losses) -> Figure:
 
 
 def draw_optimizers(axes: Axes, losses: Losses) -> None:
-    for name, label in ((FLOAT32, "AdamW"), (MUON, "Muon for the blocks' matrices, AdamW for the rest")):
+    labels = {
+        FLOAT32: f"AdamW, lr {LEARNING_RATE:g}",
+        FASTER: f"AdamW, lr {2 * LEARNING_RATE:g}",
+        MUON: f"Muon for matrices, lr {MUON_RATE:g}, and AdamW, lr {LEARNING_RATE:g}",
+    }
+    for name, label in labels.items():
         colour, _ = LINES[name]
         axes.plot(range(1, len(losses[name]) + 1), losses[name], color=colour, alpha=0.25, linewidth=0.8)
         draw_line(axes, name, label, running_mean(losses[name]))
-    axes.set_title("Training loss, fp32", loc="left", fontsize=12)
+    axes.set_title("AdamW against Muon + AdamW, fp32: training loss", loc="left", fontsize=12)
     axes.set_ylabel(f"nats per character; bold: mean of {MEAN_OF} steps")
     axes.legend(frameon=False)
 

@@ -33,7 +33,7 @@ def tasks_of(rank: Rank) -> tuple[Reading, ...]:
 
 
 def prepare(rank: Rank) -> None:
-    """What the first user of the device pays for all: workspaces of libraries, for forward's and for backward's thread."""
+    """What the first to use the device pays for all: workspaces of libraries, for forward's thread and backward's."""
     place = rank.device.place
     layer = nn.Linear(64, 64, bias=False, device=place)
     for dtype in (torch.float32, torch.bfloat16):
