@@ -34,7 +34,7 @@ from launching import Result, start_all
 from report import RESULTS, Grid, Report, Target, make_console
 
 EPILOG = """\
-  .venv/bin/python benchmarks/convergence.py           500 steps of seven contenders: about seven minutes on two cores
+  .venv/bin/python benchmarks/convergence.py           500 steps of seven contenders: five minutes on two cores
   .venv/bin/python benchmarks/convergence.py --quick   a toy: shows that everything runs
 
 Results go to benchmarks/results/convergence.md and .json, the picture to docs/loss_curves.svg (--quick: all three to
@@ -43,12 +43,12 @@ Exit status: 0 if every target is met, 1 if one is not, 2 if a rank failed.
 """
 
 METHOD = """\
-The demo's GPT ({layers} layers, width {width}, {heads} heads, {parameters:,} parameters) and its text, one token per
-character; {ranks} Gloo ranks with one thread each, {batch} sequences of {block} tokens per rank and step, {steps}
-steps. Weights, batches and schedule are the same for all: {warm_up} steps up to the learning rate, then a cosine down
-to {last:g} of it; gradients are clipped to a norm of {most_norm:g}. AdamW: {rate:g}, and twice that in a row of its
-own. Muon: {muon_rate:g}, no other was tried, for the matrices of the blocks; AdamW for the embeddings and norms. All
-else is as torch has it, so that weight decay is 0.01 for AdamW and 0.1 for Muon.
+The demo's GPT, smaller than there ({layers} layers, width {width}, {heads} heads, {parameters:,} parameters), and its
+text, one token per character; {ranks} Gloo ranks with one thread each, {batch} sequences of {block} tokens per rank
+and step, {steps} steps. Weights, batches and schedule are the same for all: {warm_up} steps up to the learning rate,
+then a cosine down to {last:g} of it; gradients are clipped to a norm of {most_norm:g}. AdamW: {rate:g}, and twice that
+in a row of its own. Muon: {muon_rate:g}, no other was tried, for the matrices of the blocks; AdamW for the embeddings
+and norms. All else is as torch has it, so that weight decay is 0.01 for AdamW and 0.1 for Muon.
 
 In bf16 parameters, activations and gradients are bf16, without autocast; logits become fp32 before the loss.
 
@@ -75,7 +75,7 @@ WORDS = {
 class Launch:
     """All contenders, one after the other, in one process group."""
 
-    model: str  # one of the demo's
+    model: str  # one of the worker's MODELS
     steps: int
     title: str = "2 ranks"
     ranks: int = 2
@@ -160,7 +160,7 @@ def main() -> int:
         kept = json.loads((RESULTS / "convergence.json").read_text())
         write_picture(kept["launch"]["losses"], DOCS / PICTURE)
         return 0
-    launch = Launch("tiny", 60) if arguments.quick else Launch("small", arguments.steps)
+    launch = Launch("tiny", 60) if arguments.quick else Launch("convergence", arguments.steps)
     results = start_all([launch], console)
     if results is None:
         return 2
