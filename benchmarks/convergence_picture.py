@@ -7,7 +7,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import matplotlib as mpl
-from convergence_worker import BY_CHANCE, FASTER, FLOAT32, LEARNING_RATE, MASTERS, MUON, MUON_RATE, NO_MASTERS
+from convergence_worker import BY_CHANCE, FLOAT32, LEARNING_RATE, MASTERS, MUON, MUON_RATE, NO_MASTERS, OTHER_RATES
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -17,7 +17,7 @@ Losses = Mapping[str, Sequence[float]]
 # Paul Tol's "bright" palette, which colour-blind readers can tell apart; dashes tell them apart in grey.
 LINES = {
     FLOAT32: ("#4477AA", "-"),
-    FASTER: ("#66CCEE", "--"),
+    **dict(zip(OTHER_RATES, (("#66CCEE", "-"), ("#66CCEE", "--"), ("#66CCEE", ":")), strict=True)),
     MUON: ("#EE6677", "-"),
     MASTERS: ("#228833", "-"),
     BY_CHANCE: ("#AA3377", "--"),
@@ -53,7 +53,7 @@ def draw_figure(losses: Losses) -> Figure:
 def draw_optimizers(axes: Axes, losses: Losses) -> None:
     labels = {
         FLOAT32: f"AdamW, lr {LEARNING_RATE:g}",
-        FASTER: f"AdamW, lr {2 * LEARNING_RATE:g}",
+        **{name: f"AdamW, lr {rate:g}" for name, rate in OTHER_RATES.items()},
         MUON: f"Muon for matrices, lr {MUON_RATE:g}, and AdamW, lr {LEARNING_RATE:g}",
     }
     for name, label in labels.items():
