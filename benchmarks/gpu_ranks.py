@@ -1,4 +1,7 @@
-"""Starts the ranks of `gpu.py`: several processes on one GPU, side by side under NVIDIA's multi-process service."""
+"""Starts the ranks of `gpu.py` and `gpu_training.py`.
+
+Several processes on one GPU, side by side under NVIDIA's multi-process service.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,10 @@ class Launch:
     ranks: int
     arguments: tuple[str, ...]  # of the worker
     seconds: int  # after which it has failed
+    worker: str = "gpu_worker.py"  # which program a rank is
 
     def command(self, out: Path) -> list[str]:
-        worker = str(Path(__file__).with_name("gpu_worker.py"))
+        worker = str(Path(__file__).with_name(self.worker))
         return [sys.executable, worker, *self.arguments, "--out", str(out)]
 
 
