@@ -47,6 +47,17 @@ def owned_in(model: nn.Module) -> set[torch.Tensor]:
     return {param for owner in owners for group in owner.param_groups for param in group["params"]}
 
 
+def check_stepped(model: nn.Module, left_out: Sequence[str]) -> None:
+    """Raise if no optimizer of this module has one of these parameters, and it trains."""
+    named, owned = dict(model.named_parameters()), owned_in(model)
+    left = [name for name in left_out if named[name] not in owned and named[name].requires_grad]
+    if left:
+        raise ValueError(
+            f"no group has {', '.join(left[:5])}{' and others' if len(left) > 5 else ''}: add a group "
+            '{"params": "rest"}, shard them with another optimizer, or freeze them with requires_grad_(False)'
+        )
+
+
 def check_unowned(groups: Sequence[Mapping[str, Any]], model: nn.Module) -> None:
     """Raise if a trainable parameter belongs to the optimizer of another module than `model`.
 

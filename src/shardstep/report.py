@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from statistics import fmean
+from typing import Any
 
 import torch
 
 from shardstep.gradients.sharded import Gradients
 from shardstep.memory.flat import FlatMemory
 from shardstep.planning import Layout
+from shardstep.stepping.local_optimizer import class_of, qualified_name
 from shardstep.stepping.share import LocalShare
 from shardstep.wire.channel import Channel
 from shardstep.wire.records import open_poll
@@ -50,6 +52,20 @@ class Group:
     layout: Layout
     params: int
     numel: int
+
+
+def describe_groups(
+    optimizer_class: Any, groups: Sequence[Mapping[str, Any]], layouts: Sequence[Layout]
+) -> list[Group]:
+    return [
+        Group(
+            qualified_name(class_of(optimizer_class, group)),
+            layout,
+            len(group["params"]),
+            sum(param.numel() for param in group["params"]),
+        )
+        for group, layout in zip(groups, layouts, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

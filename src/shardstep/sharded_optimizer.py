@@ -24,29 +24,26 @@ from shardstep.gradients.guard import guard, release
 from shardstep.gradients.scaling import Unscaled, unscale_kept
 from shardstep.gradients.wrapped import refuse_ddp
 from shardstep.make_share import Recipe
-from shardstep.owners import check_unowned, close_earlier, owned_in, take
+from shardstep.owners import check_stepped, check_unowned, close_earlier, take
 from shardstep.planning import Layout, Piece, Plan, read_specs
-from shardstep.report import Group, Report
-from shardstep.state.resharding import cut_whole, read_shard
-from shardstep.state.state_dict import ShownState, check_saved_groups, check_state_dict, pack_groups
-from shardstep.stepping.entries import Entry, join_entries
-from shardstep.stepping.known import choose_layout, is_uneven
+from shardstep.report import Report, describe_groups
+from shardstep.state.resharding import read_saved
+from shardstep.state.state_dict import ShownState, pack_groups, shown_state
+from shardstep.stepping.entries import Entry
+from shardstep.stepping.known import choose_layouts, why_uneven
 from shardstep.stepping.local_optimizer import (
     build,
     check_optimizer_class,
     check_shapes,
     check_takes_no_closure,
-    class_of,
     copy_options,
     is_of_torch,
-    qualified_name,
     without_params,
 )
 from shardstep.stepping.masters import Source, check_can_be_rounded, cut_masters, given_masters, why_it_stalls
 from shardstep.stepping.options import class_line, option_keys, option_lines
-from shardstep.stepping.probe import probe
 from shardstep.stepping.scaling import Scaling
-from shardstep.stepping.several import check_class, read_classes, required, without_class
+from shardstep.stepping.several import check_class, read_classes
 from shardstep.uneven_inputs import FastLaneJoinHook
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
@@ -119,7 +116,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._engine.build(self.param_groups, plan, masters, "shard(...)")
         if config.master == "none" and channel.rank == 0 and (reason := why_it_stalls(self.param_groups)):
             warnings.warn(reason, stacklevel=3)
-        self._warn_if_uneven(plan)
+        if channel.rank == 0 and (reason := self._why_uneven(plan)):
+            warnings.warn(reason, stacklevel=3)
         guard(self, params_of(self.param_groups))
         take(self)
         self._ready = True
@@ -130,7 +128,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         check_optimizer_class(self._class, self._channel.world_size)
         check_takes_no_closure(self._class)
         chosen, self._left_out = read_groups(self._model, groups)
-        self._check_left_out(allowed=not getattr(self._class, "inner_classes", ()))
+        if getattr(self._class, "inner_classes", ()):
+            check_stepped(self._model, self._left_out)
         check_parameters(chosen, allow_mixed_dtypes=True)
         check_unowned(chosen, self._model)
         if self._config.master == "stochastic":
@@ -143,39 +142,18 @@ class ShardedOptimizer(Optimizer, Joinable):
         super().__init__(chosen, dict(empty.defaults))
         # And of the options of the groups: some keep their learning rate in a tensor, and refuse a number in its place.
         copy_options(empty.param_groups, self.param_groups)
-        self._layouts = self._choose_layouts()
+        self._layouts, self._elementwise = self._choose_layouts()
         settings = [class_line(self._class), str(self._config), *map(str, self._layouts)]
         settings.append(f"masters_from given: {has_masters}")
         options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
         return Facts([*settings, *map(str, read_specs(self.param_groups)), *options])
 
-    def _choose_layouts(self) -> list[Layout]:
-        """Of each group: the same for all that one class steps."""
-        device = params_of(self.param_groups)[0].device
-        chosen: dict[Any, Layout] = {}
-        elementwise: dict[Any, bool] = {}
-        for kind in dict.fromkeys(class_of(self._class, group) for group in self.param_groups):
-            own = [without_class(group) for group in self.param_groups if class_of(self._class, group) is kind]
-            defaults = self._defaults if kind is self._class else required(kind, own[0])
-            finding = probe(kind, defaults, own, device, of_torch=is_of_torch(kind))
-            chosen[kind] = choose_layout(self._config.layout, kind, finding)
-            elementwise[kind] = finding.is_elementwise
-        self._elementwise = [elementwise[class_of(self._class, group)] for group in self.param_groups]
-        return [chosen[class_of(self._class, group)] for group in self.param_groups]
+    def _choose_layouts(self) -> tuple[list[Layout], list[bool]]:
+        return choose_layouts(self._config.layout, self._class, self._defaults, self.param_groups)
 
-    def _warn_if_uneven(self, plan: Plan) -> None:
-        """A whole parameter can be too much for one rank; if it could be cut the caller is told, once for all ranks."""
-        pairs = zip(self._layouts, self._elementwise, strict=True)
-        could_be_cut = self._config.layout is not Layout.WHOLE and any(
-            kind is Layout.WHOLE and is_ for kind, is_ in pairs
-        )
-        if could_be_cut and self._channel.rank == 0 and is_uneven(held := plan.held()):
-            warnings.warn(
-                f"{qualified_name(self._class)} is not known to treat every element alone, so parameters are not cut: "
-                f"one rank holds {max(held):,} of {sum(held):,} elements. If it does, pass "
-                "config=ShardConfig(layout=Layout.FLAT)",
-                stacklevel=4,
-            )
+    def _why_uneven(self, plan: Plan) -> str | None:
+        asked = self._config.layout is Layout.WHOLE
+        return None if asked else why_uneven(self._class, self._layouts, self._elementwise, plan.held())
 
     @property
     def model(self) -> nn.Module:
@@ -220,23 +198,11 @@ class ShardedOptimizer(Optimizer, Joinable):
         if self._closed:
             raise RuntimeError("this optimizer was closed: shard(...) was called again on its model, or close()")
         self._check_not_averaged()
-        if self._left_out:
-            self._check_left_out(allowed=False)
+        if self._left_out:  # by now another optimizer may have them
+            check_stepped(self._model, self._left_out)
+            self._left_out = []
         self._engine.step(self.param_groups, self._scaling())
         return loss
-
-    def _check_left_out(self, *, allowed: bool) -> None:
-        """Raise if nobody steps a trainable parameter. It is `allowed` at first: another optimizer may take it."""
-        named = dict(self._model.named_parameters())
-        others = owned_in(self._model)
-        left = [name for name in self._left_out if named[name] not in others and named[name].requires_grad]
-        if left and not allowed:
-            raise ValueError(
-                f"no group has {', '.join(left[:5])}{' and others' if len(left) > 5 else ''}: add a group "
-                '{"params": "rest"}, shard them with another optimizer, or freeze them with requires_grad_(False)'
-            )
-        if not left or not allowed:
-            self._left_out = []
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -368,7 +334,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._engine.check_not_joined("add_param_group")
         self.synchronize()
         self._engine.gradients.settle(None)  # a rank that made no pass makes up for it: the others wait for its part
-        failure, facts, layouts = None, Facts(), self._layouts
+        failure, facts = None, Facts()
+        layouts, elementwise = self._layouts, self._elementwise
         before = list(self.param_groups)
         try:
             super().add_param_group(self._named(read_group(param_group)))
@@ -378,7 +345,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             check_shapes(self._class, self.param_groups, read_specs(self.param_groups))
             empty = build(self._class, without_params(self.param_groups[-1:]), self._defaults, {})
             copy_options(empty.param_groups, self.param_groups[-1:])
-            layouts = self._choose_layouts()
+            layouts, elementwise = self._choose_layouts()
             if layouts[: len(self._layouts)] != self._layouts:
                 raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
             options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
@@ -390,8 +357,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         except Exception:
             self.param_groups = before
             raise
-        self._layouts = layouts
-        self._engine.take_layouts(layouts, self._elementwise)
+        self._layouts, self._elementwise = layouts, elementwise
+        self._engine.take_layouts(layouts, elementwise)
         with torch.no_grad():
             self._engine.transport.broadcast(self.param_groups[-1]["params"])
         self._engine.replan(self.param_groups, trainable_of(self.param_groups))
@@ -411,15 +378,7 @@ class ShardedOptimizer(Optimizer, Joinable):
     @property
     def state(self) -> Any:
         """This rank's state by parameter: flat, the elements it holds, in order. To look at: writing to it raises."""
-        params = params_of(self.param_groups)
-        found: dict[torch.Tensor, list[tuple[Piece, Entry]]] = {}
-        entries = self._engine.share.entries().items()
-        for piece, entry in sorted(entries, key=lambda item: (item[0].param, item[0].start)):
-            found.setdefault(params[piece.param], []).append((piece, entry))
-        return ShownState(
-            (param, join_entries([entry for _, entry in rows], [piece.numel for piece, _ in rows]))
-            for param, rows in found.items()
-        )
+        return shown_state(self._engine.share.entries(), params_of(self.param_groups))
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -454,20 +413,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             state_dict = dict(state_dict)  # hooks may change it, and the caller's stays as it is
             for first in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = first(self, state_dict) or state_dict
-            if isinstance(state_dict, Mapping) and "param_groups" in state_dict:
-                trial = build(self._class, without_params(self.param_groups), self._defaults, {})
-                check_saved_groups(state_dict["param_groups"], plan.params, trial)
-            if "shardstep" in state_dict:
-                plan, entries = read_shard(state_dict, self._channel.rank, plan)
-            else:
-                sizes = [len(group["params"]) for group in self.param_groups]
-                keys = check_state_dict(state_dict, plan.params, sizes, type(self._engine.share.local))
-                flat = [
-                    param if layout is Layout.FLAT else None
-                    for group, layout in zip(self.param_groups, self._layouts, strict=True)
-                    for param in group["params"]
-                ]
-                entries = cut_whole(state_dict["state"], keys, plan, self._channel.rank, flat)
+            trial = build(self._class, without_params(self.param_groups), self._defaults, {})
+            plan, entries = read_saved(state_dict, self.param_groups, self._layouts, plan, self._channel.rank, trial)
             copy_options(state_dict["param_groups"], self.param_groups)
         except Exception as error:
             failure = error
@@ -503,16 +450,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         """What every rank holds and sends; with times, if steps were `measured`. On all ranks; `print` it."""
         if self._closed:
             raise RuntimeError("this optimizer was closed: there is nothing to report")
-        rows = zip(self.param_groups, self._layouts, strict=True)
-        groups = [
-            Group(
-                qualified_name(class_of(self._class, group)),
-                layout,
-                len(group["params"]),
-                sum(param.numel() for param in group["params"]),
-            )
-            for group, layout in rows
-        ]
+        groups = describe_groups(self._class, self.param_groups, self._layouts)
         return self._engine.report(self.param_groups, groups)
 
     @contextmanager

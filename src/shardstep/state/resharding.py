@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 from shardstep.memory.views import flat_gradient
-from shardstep.planning import Bucket, Piece, Plan, plan_from_json
+from shardstep.planning import Bucket, Layout, Piece, Plan, plan_from_json
 from shardstep.state.consolidation import move_state
+from shardstep.state.state_dict import check_saved_groups, check_state_dict
 from shardstep.stepping.entries import Entry, cut_entry, join_entries
 from shardstep.wire.channel import Channel
 
@@ -112,6 +114,31 @@ def cut_whole(
                 entry = {n: flat_gradient(param, v) if _has_shape_of(v, param) else v for n, v in entry.items()}
             found[piece] = cut_entry(entry, whole, piece.start, piece.stop)
     return found
+
+
+def read_saved(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    layouts: Sequence[Layout],
+    plan: Plan,
+    rank: int,
+    trial: Optimizer,
+) -> tuple[Plan, dict[Piece, Entry]]:
+    """What a rank loads, and the plan under which it was saved: its own part, or that of the plain optimizer.
+
+    `trial` has the options of `groups` alone; what does not fit is refused with the reason.
+    """
+    if isinstance(state_dict, Mapping) and "param_groups" in state_dict:
+        check_saved_groups(state_dict["param_groups"], plan.params, trial)
+    if "shardstep" in state_dict:
+        return read_shard(state_dict, rank, plan)
+    keys = check_state_dict(state_dict, plan.params, [len(group["params"]) for group in groups], type(trial))
+    flat = [
+        param if layout is Layout.FLAT else None
+        for group, layout in zip(groups, layouts, strict=True)
+        for param in group["params"]
+    ]
+    return plan, cut_whole(state_dict["state"], keys, plan, rank, flat)
 
 
 def read_shard(state_dict: Mapping[str, Any], rank: int, plan: Plan) -> tuple[Plan, dict[Piece, Entry]]:

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from shardstep.planning import ParamSpec
+from shardstep.planning import ParamSpec, Piece
+from shardstep.stepping.entries import Entry, join_entries
 from shardstep.stepping.local_optimizer import CLASS, is_of_torch, qualified_name
 
 
@@ -192,6 +193,17 @@ def check_saved_groups(groups: Sequence[Mapping[str, Any]], specs: Sequence[Para
 def _bare(name: str) -> str:
     """Without what DistributedDataParallel and torch.compile put before it."""
     return name.removeprefix("module.").replace("_orig_mod.", "")
+
+
+def shown_state(entries: Mapping[Piece, Entry], params: Sequence[torch.Tensor]) -> ShownState:
+    """State by parameter, from that of the pieces of one rank: flat, the elements that it holds, in order."""
+    found: dict[torch.Tensor, list[tuple[Piece, Entry]]] = {}
+    for piece, entry in sorted(entries.items(), key=lambda item: (item[0].param, item[0].start)):
+        found.setdefault(params[piece.param], []).append((piece, entry))
+    return ShownState(
+        (param, join_entries([entry for _, entry in rows], [piece.numel for piece, _ in rows]))
+        for param, rows in found.items()
+    )
 
 
 class ShownState(dict[Any, Any]):

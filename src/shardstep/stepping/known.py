@@ -9,12 +9,13 @@ do look at a whole parameter (gradients made zero-mean, a cautious mask) the tri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardstep.planning import Layout
-from shardstep.stepping.local_optimizer import is_of_torch, qualified_name
-from shardstep.stepping.probe import Finding
+from shardstep.stepping.local_optimizer import class_of, is_of_torch, qualified_name
+from shardstep.stepping.probe import Finding, probe
+from shardstep.stepping.several import required, without_class
 
 # By module and name, so that nothing is imported, and a class of the same name elsewhere is not meant.
 ELEMENTWISE = frozenset(
@@ -61,6 +62,35 @@ def choose_layout(wish: Layout, optimizer_class: Any, finding: Finding) -> Layou
         return wish
     believed = is_of_torch(optimizer_class) or qualified_name(optimizer_class) in ELEMENTWISE
     return Layout.FLAT if finding.is_elementwise and believed else Layout.WHOLE
+
+
+def choose_layouts(
+    wish: Layout, optimizer_class: Any, defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> tuple[list[Layout], list[bool]]:
+    """Of each group: its layout, the same for all that one class steps; and whether a trial found it elementwise."""
+    device = next(param.device for group in groups for param in group["params"])
+    chosen: dict[Any, tuple[Layout, bool]] = {}
+    for kind in dict.fromkeys(class_of(optimizer_class, group) for group in groups):
+        own = [without_class(group) for group in groups if class_of(optimizer_class, group) is kind]
+        given = defaults if kind is optimizer_class else required(kind, own[0])
+        finding = probe(kind, given, own, device, of_torch=is_of_torch(kind))
+        chosen[kind] = (choose_layout(wish, kind, finding), finding.is_elementwise)
+    rows = [chosen[class_of(optimizer_class, group)] for group in groups]
+    return [layout for layout, _ in rows], [elementwise for _, elementwise in rows]
+
+
+def why_uneven(
+    optimizer_class: Any, layouts: Sequence[Layout], elementwise: Sequence[bool], held: Sequence[int]
+) -> str | None:
+    """If a whole parameter is too much for one rank, and could be cut; `held` are the elements of each rank."""
+    could_be_cut = any(layout is Layout.WHOLE and flag for layout, flag in zip(layouts, elementwise, strict=True))
+    if not (could_be_cut and is_uneven(held)):
+        return None
+    return (
+        f"{qualified_name(optimizer_class)} is not known to treat every element alone, so parameters are not cut: "
+        f"one rank holds {max(held):,} of {sum(held):,} elements. If it does, pass "
+        "config=ShardConfig(layout=Layout.FLAT)"
+    )
 
 
 def is_uneven(held: Sequence[int]) -> bool:
