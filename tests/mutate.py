@@ -25,8 +25,9 @@ ROOT = Path(__file__).parents[1]
 FILES = [
     f"src/shardstep/{name}.py"
     for name in (
-        "engine", "wire/collectives", "wire/collective_gathers", "wire/messages", "wire/message_gathers", "wire/hosts",
-        "wire/records", "wire/agreement", "wire/turns", "gradients/passes", "gradients/packing", "gradients/sharded",
+        "engine", "planned", "wire/collectives", "wire/collective_gathers", "wire/messages", "wire/message_gathers",
+        "wire/hosts", "wire/records", "wire/agreement", "wire/turns", "gradients/passes", "gradients/packing",
+        "gradients/sharded",
         "stepping/share", "stepping/parts", "memory/flat", "memory/arrival",
     )
 ]  # fmt: skip

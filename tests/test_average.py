@@ -53,6 +53,7 @@ def is_the_average(dtype: torch.dtype, config: ShardConfig, collectives: bool) -
                 assert any(not torch.equal(one, other) for one, other in zip(now, model.parameters(), strict=True))
             loss_of(model, step)
             assert "inside ema()" in raised(opt.step)[1]
+            assert "inside ema()" in raised(lambda: opt.ema().__enter__())[1]
             assert_ranks_equal(list(model.parameters()))
         assert all(map(torch.equal, now, model.parameters()))
     opt.synchronize()
@@ -109,3 +110,20 @@ def is_saved() -> tuple[int, int]:
 def test_an_average_is_saved_in_shares_and_loaded(workers):
     found = workers(2).run(is_saved)
     assert sum(held for held, _ in found) == found[0][1]
+
+
+def begins_late() -> None:
+    """With weights that are loaded after shard()."""
+    model = Net()
+    opt = shardstep.shard(model, optim.SGD, lr=0.0, config=CONFIGS["default"])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(2.0)
+    loss_of(model, 0).backward()
+    opt.step()
+    with opt.ema():
+        assert all((param == 2.0).all() for param in model.parameters())
+
+
+def test_an_average_begins_with_the_weights_of_the_first_step(workers):
+    workers(2).run(begins_late)

@@ -18,6 +18,7 @@ from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch
 from shardstep import Layout, ShardConfig
 from shardstep.stepping.masters import MASTER
+from test_optimizer_surface import TwoFaced
 from training import assert_ranks_equal, raised
 
 BOTH_WAYS = pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
@@ -198,6 +199,11 @@ def replaces_data(model: nn.Module) -> None:
         param.data = param.data * 0.5
 
 
+def sets_data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.detach() * 0.5
+
+
 def loads(model: nn.Module) -> None:
     model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
 
@@ -207,7 +213,7 @@ def writes_state(model: nn.Module) -> None:
         value.mul_(0.5)
 
 
-WRITES = {write.__name__: write for write in (halves, halves_data, replaces_data, loads, writes_state)}
+WRITES = {write.__name__: write for write in (halves, halves_data, replaces_data, sets_data, loads, writes_state)}
 
 
 def writes_between_steps(name: str, gather: Any, ordered: bool = False) -> None:
@@ -237,6 +243,19 @@ def writes_between_steps(name: str, gather: Any, ordered: bool = False) -> None:
 @pytest.mark.parametrize("name", WRITES)
 def test_what_the_program_writes_to_a_weight_is_not_undone_by_its_master(workers, name, gather):
     workers(2).run(writes_between_steps, name, gather)
+
+
+def switches_after_a_write() -> None:
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 3)).bfloat16()
+    opt = shardstep.shard(model, TwoFaced, lr=0.1)
+    halves(model)
+    before = [param.detach().clone() for param in model.parameters()]
+    opt.train()  # it is in that mode already
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_change_of_mode_does_not_bring_old_masters_back(workers):
+    workers(2).run(switches_after_a_write)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
@@ -299,6 +318,8 @@ def begins_with_given_values() -> None:
             assert torch.equal(master, values[name].permute(order).reshape(-1)[start : start + len(master)]), name
     del values["1.bias"]
     assert "masters_from has no 1.bias" in raised(lambda: shardstep.shard(model, optim.SGD, masters_from=values))[1]
+    text = raised(lambda: shardstep.shard(model, optim.SGD, masters_from=values, config=ShardConfig(master="none")))[1]
+    assert "masters_from is for" in text
     values["1.bias"] = torch.ones(4)
     text = raised(lambda: shardstep.shard(model, optim.SGD, masters_from=values))[1]
     assert "masters_from['1.bias'] is not what 1.bias was rounded from" in text

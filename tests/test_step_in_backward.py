@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -122,3 +124,97 @@ def is_refused() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_needs_all_gradients_is_refused(workers, ranks):
     workers(ranks).run(is_refused, timeout=40)
+
+
+def six_layers() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*[nn.Linear(7, 7) for _ in range(6)])
+
+
+def both_ways(program: Any) -> list[list[torch.Tensor]]:
+    results = []
+    for step in ("after", "backward"):
+        model = six_layers()
+        opt = shardstep.shard(model, optim.SGD, lr=0.1, config=ShardConfig(step=step, bucket_mb=0.0002))
+        program(model, opt)
+        results.append([param.detach().clone() for param in model.parameters()])
+        opt.close()
+    return results
+
+
+def gives_other_memory() -> None:
+    def program(model: nn.Module, opt: Any) -> None:
+        for step in range(2):
+            for param in model.parameters():
+                param.data = param.detach() * 0.5
+            loss_of(model, batch(step)).backward()
+            opt.step()
+            opt.zero_grad()
+
+    assert all(map(torch.equal, *both_ways(program)))
+
+
+def test_parameters_that_got_other_memory_are_stepped_where_they_are(workers):
+    workers(2).run(gives_other_memory)
+
+
+def never_zeroes() -> None:
+    """Nothing is kept from one pass to the next, as if all of it had been dropped."""
+
+    def program(model: nn.Module, opt: Any) -> None:
+        for step in range(3):
+            loss_of(model, batch(step)).backward()
+            opt.step()
+            if opt._config.step == "after":
+                opt.zero_grad()
+            elif step == 1:
+                before = [param.detach().clone() for param in model.parameters()]
+                opt.report()
+                assert all(map(torch.equal, before, model.parameters()))
+
+    assert all(map(torch.equal, *both_ways(program)))
+
+
+def test_without_zero_grad_no_bucket_accumulates(workers):
+    workers(2).run(never_zeroes)
+
+
+def needs_a_weight_later() -> str:
+    """The first layer's gradient goes through the last one's weight, which has stepped by then."""
+    model = six_layers()
+    opt = shardstep.shard(model, optim.SGD, lr=0.1, config=ShardConfig(step="backward", bucket_mb=0.0002))
+    hidden = nn.functional.linear(model[0](batch(0)), model[5].weight.detach())
+    loss = model[1:](hidden).square().mean()
+    text = raised(loss.backward)[1]
+    assert "load a checkpoint" in raised(opt.step)[1]
+    opt.load_state_dict(opt.state_dict())
+    opt.zero_grad()
+    loss_of(model, batch(1)).backward()
+    opt.step()
+    return text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_weight_that_backward_still_needs_raises(workers, ranks):
+    for text in workers(ranks).run(needs_a_weight_later, timeout=40):
+        assert "modified by an inplace operation" in text
+
+
+def lets_go_of_the_old_plan() -> None:
+    model = six_layers()
+    opt = shardstep.shard(model, optim.SGD, lr=0.1, config=ShardConfig(step="backward", bucket_mb=0.0002))
+    old = weakref.ref(opt._engine._memory)
+    gc.disable()
+    try:
+        for step in range(2):
+            model[2].requires_grad_(step == 0)
+            loss_of(model, batch(step)).backward()
+            opt.step()
+            opt.zero_grad()
+        assert old() is None
+    finally:
+        gc.enable()
+
+
+def test_an_old_plan_is_not_kept(workers):
+    workers(2).run(lets_go_of_the_old_plan)

@@ -1,228 +1,94 @@
-"""One plan, and everything that is made from it: memory, this rank's share, gradients, messages; and one step.
+"""One step: gradients settled, this rank's share stepped, and all of it given to everyone.
 
     hook -> pass -> (bucket full) transport.reduce          backward
     step -> pass.settle -> share.step -> transport.gather   step
     pre-hook -> gather.finish                               the next forward, with gather="overlap"
 
-When the facts change (a parameter is frozen, a group is added) a new plan is made, and what changes its holder moves.
+What a step works with is made in planned.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardstep.config import ShardConfig
-from shardstep.gradients.kept import KeptGradients
-from shardstep.gradients.sharded import Gradients, Kept, ShardedGradients, Surroundings
-from shardstep.make_share import Recipe, make_share
+from shardstep.make_share import Recipe
 from shardstep.memory.arrival import Arrivals, Readers
-from shardstep.memory.flat import FlatMemory
 from shardstep.memory.traced import is_profiled, named
-from shardstep.memory.views import ALIGNMENT_NBYTES, move_out, quickly, span_of
+from shardstep.memory.views import move_out, span_of
 from shardstep.owners import check_unowned
-from shardstep.planning import Layout, Piece, Plan, make_plan, read_specs
+from shardstep.planned import ParamGroups, Planned, params_of, trainable_of
+from shardstep.planning import read_specs
 from shardstep.report import Group, Report, exchange, holding_of, sent_by_ddp
 from shardstep.state.audit import Audit
 from shardstep.state.handing_over import hand_over
-from shardstep.state.resharding import reshard
-from shardstep.step_in_backward import REASON, StepInBackward
-from shardstep.stepping.costs import StepCosts
-from shardstep.stepping.entries import Entry
-from shardstep.stepping.local_optimizer import check_shapes, is_of_torch
-from shardstep.stepping.premises import Premises
+from shardstep.step_in_backward import HALF_STEPPED, REASON
+from shardstep.stepping.local_optimizer import check_shapes
 from shardstep.stepping.scaling import Scaling
 from shardstep.wire.agreement import Agreement, Claim, Facts, agree
 from shardstep.wire.channel import Channel
-from shardstep.wire.choose import open_transport, release
+from shardstep.wire.choose import release
 from shardstep.wire.tensors import broadcast_tensors
-from shardstep.wire.transport import BucketSizes, Gather
-from shardstep.wire.turns import Turn, Turns
+from shardstep.wire.transport import Gather
+from shardstep.wire.turns import Turn
 from shardstep.wire.watch import Sender, Watch
 
-ParamGroups = Sequence[dict[str, Any]]
-
 _abandoned: list[Any] = []  # what ranks that went apart left under way
-_GRADIENT = "shardstep.gradient"  # a gradient that moves with the state of its piece
 
 
-class Engine:
+class Engine(Planned):
     """Of one ShardedOptimizer. Its `param_groups` are passed in: a program may change them between any two calls."""
 
     def __init__(self, model: nn.Module, channel: Channel, recipe: Recipe, config: ShardConfig) -> None:
-        self._model, self.channel, self._recipe, self._config = model, channel, recipe, config
-        params = list(model.parameters())
-        self.transport = open_transport(channel, params, self, ordered_sums=config.ordered_sums)
+        super().__init__(model, channel, recipe, config)
         self._sender: Sender = self.transport  # or one that is watched
         self._watch: Watch | None = None  # the last one, when it is over
-        self.turns = Turns(channel)
-        self.transport.before_waiting(self.turns.check)
         self._agreement = Agreement(channel)
-        self._costs = StepCosts(channel, recipe.optimizer_class, recipe.defaults)
-        self._premises = Premises(model, has_buffers=config.sync_buffers)
         self._arriving: dict[int, Gather] = {}
         self._arrivals: Arrivals | None = None  # with gather="overlap"
         self._readers = Readers()
         self._audit = None if config.audit is None else Audit(channel)
         self._steps = 0
-        self._counted: Mapping[str, Any] = {}  # what the optimizer's class has counted on itself under earlier plans
-        self.keeps_gradients = config.gradients == "keep"
-        with torch.no_grad():
-            self.transport.broadcast([*params, *model.buffers()])
 
-    # -- the plan, and everything that is made from it ----------------------------------------------------------------
-
-    def plan_for(self, groups: ParamGroups, trainable: Sequence[bool]) -> Plan:
-        """The same on all ranks, and called on all: what a step costs may have to be tried on one of them."""
-        specs, params = read_specs(groups, trainable), params_of(groups)
-        wanted = self._config.bucket_mb
-        total = sum(param.nbytes for param, moves in zip(params, trainable, strict=True) if moves)
-        sizes = self.transport.bucket_sizes(total) if wanted is None else BucketSizes(wanted * 1e6)
-        itemsize = max((param.element_size() for param in params), default=4)
-        is_dealt = Layout.WHOLE in self._recipe.layouts and self.channel.world_size > 1
-        # Gradients come from the last layer to the first, and so lie the buckets.
-        return make_plan(
-            specs,
-            self._recipe.layouts,
-            world_size=self.channel.world_size,
-            bucket_numel=max(int(sizes.usual / itemsize), 1),
-            end_numel=int(sizes.ends / itemsize) if sizes.ends else None,
-            alignment=ALIGNMENT_NBYTES // min((param.element_size() for param in params), default=4),
-            order=range(len(specs))[::-1],
-            costs=self._costs.of(specs, groups, self._recipe.elementwise) if is_dealt else None,
-        )
-
-    def build(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry], action: str) -> None:
-        """Build on all ranks, or raise on all: a rank may be refused a parameter that others do not hold."""
-        failure = None
-        try:
-            self._build_local(groups, plan, entries)
-        except Exception as error:
-            failure = error
-        agree(self.channel, Claim(action, failure, Facts()))
-        self._connect(groups, plan)
-
-    def _build_local(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry]) -> None:
-        """Memory and local optimizers for a plan; `entries` are the state of its pieces."""
-        self.plan, self._facts = plan, Facts(map(str, plan.params))
-        self._trainable = [spec.trainable for spec in plan.params]
-        self._memory = FlatMemory(plan, params_of(groups), self.channel.rank)
-        self._together = self.transport.step_order(len(plan.buckets))
-        made = make_share(self._recipe, self._config, plan, self._memory, self._together, groups)
-        self.share, self._streams, self._together = made.share, made.streams, made.together
-        self.share.build(groups, entries, self._counted)
-
-    def _connect(self, groups: ParamGroups, plan: Plan) -> None:
-        """What talks to other ranks. Its messages are told apart by counting, so all ranks get here, or none."""
-        params = params_of(groups)
-        self._premises.watch(groups)
-        overlap = self._config.gather == "overlap"
-        self._gathers = self.transport.range_gathers(self._memory.buckets, ring=not overlap)
-        sharded = not self.keeps_gradients
-        given = Surroundings(
-            self.channel,
-            self.transport,
-            self.turns,
-            self._model,
-            self._memory,
-            params,
-            self._config.reduce_dtype,
-            wide=sharded and self.share.masters is not None,
-            # What a class of somebody else's keeps of a gradient cannot be known; and "keep" needs shards for a moment.
-            reuse_memory=sharded and is_of_torch(self._recipe.optimizer_class),
-        )
-        self.gradients: Gradients = ShardedGradients(given) if sharded else KeptGradients(given)
-        self._in_backward = self._step_in_backward(groups) if self._config.step == "backward" else None
-        if overlap:
-            buckets_of: dict[torch.Tensor, list[int]] = {}
-            for number, bucket in enumerate(plan.buckets):
-                for segment in bucket.segments:
-                    buckets_of.setdefault(params[segment.param], []).append(number)
-            self._arrivals = Arrivals(self._model, buckets_of, self.wait_for, self.synchronize, self._readers)
-
-    def _step_in_backward(self, groups: ParamGroups) -> StepInBackward:
-        assert isinstance(self.gradients, ShardedGradients), "checked by ShardConfig"
-        number_of = {bucket: number for number, (bucket,) in enumerate(self._together)}
-        planned = self._trainable
-        return StepInBackward(
-            self.share, self.gradients.current, self._memory, groups, number_of, lambda: trainable_of(groups) == planned
-        )
-
-    def check_not_stepped(self, what: str) -> None:
-        """Raise if backward has stepped, and `step` has not given everyone the parameters."""
-        if self._in_backward is not None and self._in_backward.stepped:
-            raise RuntimeError(
-                f'{what}: with ShardConfig(step="backward") the last backward pass has stepped already, and ranks hold '
-                "different parameters until step() was called"
-            )
-
-    def take_layouts(self, layouts: Sequence[Layout], elementwise: Sequence[bool]) -> None:
-        """Of all groups; some were added."""
-        self._recipe = replace(self._recipe, layouts=layouts, elementwise=elementwise)
-
-    def replan(self, groups: ParamGroups, trainable: Sequence[bool]) -> None:
-        """Make a new plan and move what changes its holder. Called on all ranks, which have agreed on `trainable`."""
-        self._check_may_move()
-        kept = self.gradients.give_up()
-        self._counted = self.share.counted()
-        old, entries = self.plan, self.share.entries()
-        for piece, gradient in kept.by_piece.items():
-            entries[piece] = {**entries.get(piece, {}), _GRADIENT: gradient}
-        plan = self.plan_for(groups, trainable)
-        moved = reshard(self.channel, old, plan, entries)
-        gradients = {piece: entry.pop(_GRADIENT) for piece, entry in moved.items() if _GRADIENT in entry}
-        self._forget_arrivals()
-        buffers = [span_of(bucket.values) for bucket in self._memory.buckets]
-        # Nothing holds on to the old buffers but the parameters that have not moved yet: one is free when all of its
-        # parameters have left it, so that a new plan takes no second model.
-        del entries, self._memory, self.share, self._gathers, self.gradients
-        self.build(groups, plan, {piece: entry for piece, entry in moved.items() if entry}, "a new plan")
-        frozen = [param for param, moves in zip(params_of(groups), trainable, strict=True) if not moves]
-        move_out(frozen, buffers)
-        self.gradients.take_over(Kept(kept.phase, kept.used, gradients))
-
-    def _check_may_move(self) -> None:
-        """Raise on all ranks if the class of one of them keeps what a new plan would lose."""
-        if is_of_torch(self._recipe.optimizer_class):
+    def _connected(self, params: Sequence[torch.Tensor]) -> None:
+        if self._config.gather != "overlap":
             return
-        failure = None
-        try:
-            self.share.check_may_move()
-        except RuntimeError as error:
-            failure = error
-        agree(self.channel, Claim("a new plan", failure, Facts()))
+        buckets_of: dict[torch.Tensor, list[int]] = {}
+        for number, bucket in enumerate(self.plan.buckets):
+            for segment in bucket.segments:
+                buckets_of.setdefault(params[segment.param], []).append(number)
+        self._arrivals = Arrivals(self._model, buckets_of, self.wait_for, self.synchronize, self._readers)
 
-    def load(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry]) -> None:
-        """State that was saved under `plan`. Called on all ranks."""
-        self.share.build(groups, reshard(self.channel, plan, self.plan, entries))
+    def _disconnect(self) -> None:
+        self._forget_arrivals()
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
     def step(self, groups: ParamGroups, scaling: Scaling | None = None) -> None:
         """Step this rank's share with the mean of all ranks' gradients, and give every rank all of it."""
         self.synchronize()
-        self.look(groups)
+        trainable = self.look(groups)
         self.take_turn(Turn.STEP, groups)
-        self.step_together(groups, scaling)
+        self.step_together(groups, scaling, trainable)
 
-    def look(self, groups: ParamGroups) -> None:
-        """Whether this rank can step, before it says that it does."""
-        why_not = self._why_not_to_go_on(groups, trainable_of(groups))
-        self.turns.premise = self._premises.look(groups, why_not)
+    def look(self, groups: ParamGroups) -> list[bool]:
+        """Whether this rank can step, before it says that it does. Returns which parameters train."""
+        trainable = trainable_of(groups)
+        self.turns.premise = self._premises.look(groups, self._why_not_to_go_on(groups, trainable))
+        return trainable
 
-    def step_together(self, groups: ParamGroups, scaling: Scaling | None) -> None:
+    def step_together(self, groups: ParamGroups, scaling: Scaling | None, trainable: list[bool]) -> None:
         """All ranks have turned to it."""
         if self.turns.premises_differ or self.turns.followers:
             self.turns.premises_differ = False
             agree(self.channel, Claim("step", self._premises.failure, Facts(self._premises.lines())))
         if self._premises.failure is not None:  # the same on all ranks, or their digests would differ
             raise self._premises.failure
-        trainable = trainable_of(groups)
         self._sync_buffers()
         self._look_at_everything(groups)
         changed = trainable != self._trainable
@@ -301,7 +167,10 @@ class Engine:
         try:
             late = self.gradients.settle(turn if waits else None)
         except RuntimeError as error:
-            raise self._why_not_to_step() or error from None  # this rank's own reason, if it has one
+            reason = self._why_not_to_step() or error  # this rank's own, if it has one
+            if self._in_backward is not None:
+                reason = RuntimeError(f"{reason}. {HALF_STEPPED}")
+            raise reason from None
         if waits or any(late):
             turns.announce(turn)
         if turns.followers:
@@ -367,9 +236,9 @@ class Engine:
             self._agreement.claim(Claim("step", failure, facts))
         if failure is None:
             self.share.end(groups)
-        if self._in_backward is not None:
-            self._in_backward.stepped.clear()
         self.gradients.stepped()
+        if self._in_backward is not None:
+            self._in_backward.done()
         return failure
 
     def _is_stepped(self, buckets: Sequence[int]) -> bool:
@@ -386,7 +255,11 @@ class Engine:
 
     def switch(self, groups: ParamGroups, mode: str) -> None:
         """`train()` or `eval()` of the class, which may change weights: this rank's share, and then all of it."""
-        self._give_all(f"{mode}()", lambda: self.share.switch(groups, mode))
+        self._give_all(f"{mode}()", lambda: self._switch(groups, mode))
+
+    def _switch(self, groups: ParamGroups, mode: str) -> None:
+        self._memory.adopt()
+        self.share.switch(groups, mode)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -394,11 +267,16 @@ class Engine:
         average = self.share.average
         if average is None:
             raise RuntimeError("there is no average: pass config=ShardConfig(ema=0.999)")
-        self._give_all("ema()", average.swap_in)
+        self.check_not_stepped("ema()")
+        if self._in_backward is not None:
+            self._in_backward.paused = True
         try:
+            self._give_all("ema()", average.swap_in)
             yield
         finally:
             self._give_all("the end of ema()", average.swap_out)
+            if self._in_backward is not None:
+                self._in_backward.paused = False
 
     def _give_all(self, action: str, change: Callable[[], None]) -> None:
         """Change this rank's share, on all ranks, and give it to everyone."""
@@ -511,27 +389,3 @@ class Engine:
             self._sender = sender
             watch.end(self._steps - steps)
             self._watch = watch if self.gradients is gradients else None
-
-    def bucket_nbytes(self) -> list[int]:
-        return [bucket.values.nbytes for bucket in self._memory.buckets]
-
-    def predicted_nbytes(self) -> int:
-        """What this rank needs at most between two steps, beside activations: by the plan, not by what was measured."""
-        gradients = sum(bucket.own.nbytes for bucket in self._memory.buckets)
-        waiting = self.transport.waiting_nbytes(max(self.bucket_nbytes(), default=0))
-        state = self.share.state_nbytes + sum(slot.nbytes for slot in self.share.slots)
-        if self.share.masters is not None:
-            # What is stepped together has its gradients in fp32 for that time, when none are waiting.
-            masters = self.share.masters.values
-            widened = [sum(masters[number].nbytes for number in group if number in masters) for group in self._together]
-            waiting = max(waiting, *widened)
-        return sum(self.bucket_nbytes()) + state + gradients + int(min(waiting, sum(self.bucket_nbytes())))
-
-
-def params_of(groups: ParamGroups) -> list[torch.Tensor]:
-    return [param for group in groups for param in group["params"]]
-
-
-def trainable_of(groups: ParamGroups) -> list[bool]:
-    with quickly():
-        return [bool(param.requires_grad) for group in groups for param in group["params"]]

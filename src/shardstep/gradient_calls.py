@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from shardstep.engine import Engine, ParamGroups, params_of
+from shardstep.engine import Engine
 from shardstep.gradients.clipping import clip_norm
 from shardstep.gradients.norms import norms_by_parameter
 from shardstep.gradients.scaling import unscale
+from shardstep.planned import ParamGroups, params_of
 
 
 def norms(engine: Engine, groups: ParamGroups, norm_type: float) -> dict[str, float]:

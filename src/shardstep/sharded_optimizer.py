@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -18,18 +17,17 @@ from torch.optim import Optimizer
 
 from shardstep.arguments import check_model, check_parameters, parameters_of, read_group, read_groups
 from shardstep.config import ShardConfig
-from shardstep.engine import Engine, params_of, trainable_of
-from shardstep.gradient_calls import clamp, clip, norms, unscale_all
+from shardstep.engine import Engine
+from shardstep.gradient_surface import GradientSurface
 from shardstep.gradients.guard import guard, release
 from shardstep.gradients.scaling import Unscaled, unscale_kept
 from shardstep.gradients.wrapped import refuse_ddp
 from shardstep.make_share import Recipe
 from shardstep.owners import check_stepped, check_unowned, close_earlier, take
-from shardstep.planning import Layout, Piece, Plan, read_specs
+from shardstep.planned import params_of, trainable_of
+from shardstep.planning import Layout, Plan, read_specs
 from shardstep.report import Report, describe_groups
-from shardstep.state.resharding import read_saved
-from shardstep.state.state_dict import ShownState, pack_groups, shown_state
-from shardstep.stepping.entries import Entry
+from shardstep.state_surface import StateSurface
 from shardstep.stepping.known import choose_layouts, why_uneven
 from shardstep.stepping.local_optimizer import (
     build,
@@ -47,7 +45,6 @@ from shardstep.stepping.several import check_class, read_classes
 from shardstep.uneven_inputs import FastLaneJoinHook
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
-from shardstep.wire.turns import Turn
 
 
 def shard(
@@ -79,7 +76,7 @@ def shard(
     return ShardedOptimizer(model, optimizer_class, groups, process_group, config, defaults, masters_from)
 
 
-class ShardedOptimizer(Optimizer, Joinable):
+class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
     """Made by `shard`. `param_groups` hold the model's own parameters; each rank steps an equal share of them."""
 
     def __init__(
@@ -102,7 +99,11 @@ class ShardedOptimizer(Optimizer, Joinable):
         try:
             self._class, groups, self._defaults = read_classes(optimizer_class, groups, defaults)
             facts = self._check(groups, has_masters=masters_from is not None)
-            if masters_from is not None and config.master == "fp32":
+            if masters_from is not None and config.master != "fp32":
+                raise ValueError(
+                    f'masters_from is for ShardConfig(master="fp32"): with {config.master!r} there are none'
+                )
+            if masters_from is not None:
                 given = given_masters(masters_from, self.param_groups)
         except Exception as error:
             failure = error
@@ -197,7 +198,8 @@ class ShardedOptimizer(Optimizer, Joinable):
                 loss = closure()
         if self._closed:
             raise RuntimeError("this optimizer was closed: shard(...) was called again on its model, or close()")
-        self._check_not_averaged()
+        if self._is_averaged:
+            self._check_not_averaged()
         if self._left_out:  # by now another optimizer may have them
             check_stepped(self._model, self._left_out)
             self._left_out = []
@@ -222,8 +224,12 @@ class ShardedOptimizer(Optimizer, Joinable):
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval`, if the class has them (schedule-free ones do). They change weights: call on all ranks."""
         if name in ("train", "eval") and hasattr(vars(self).get("_class"), name) and not self._closed:
-            return partial(self._engine.switch, self.param_groups, name)
+            return partial(self._change_mode, name)
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def _change_mode(self, mode: str) -> None:
+        self._check_not_averaged()
+        self._engine.switch(self.param_groups, mode)
 
     @contextmanager
     def ema(self) -> Iterator[None]:
@@ -231,16 +237,13 @@ class ShardedOptimizer(Optimizer, Joinable):
 
         What is written to weights inside is lost at its end, and they are not stepped there.
         """
+        self._check_not_averaged()
         self._is_averaged = True
         try:
             with self._engine.averaged():
                 yield
         finally:
             self._is_averaged = False
-
-    def _check_not_averaged(self) -> None:
-        if self._is_averaged:
-            raise RuntimeError("inside ema() the model has averages of its weights: step, load and add groups outside")
 
     def synchronize(self) -> None:
         """Return when the weights of the last step are complete; raise if a rank failed in it.
@@ -249,79 +252,6 @@ class ShardedOptimizer(Optimizer, Joinable):
         accelerator the current stream waits, not the host.
         """
         self._engine.synchronize()
-
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients: this rank's part of the mean, and whatever `no_sync` has left in `param.grad`."""
-        if self._config.step == "backward":
-            self._engine.check_not_stepped("zero_grad()")
-        self._engine.gradients.clear(to_none=set_to_none)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes send nothing; their gradients add up in `param.grad` until one outside."""
-        hooks = self._engine.gradients.hooks
-        before, hooks.syncs = hooks.syncs, False
-        try:
-            yield
-        finally:
-            hooks.syncs = before
-
-    def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
-        """The norm of the mean gradient of every parameter, by name; the same on every rank. The host waits for it."""
-        self._engine.take_turn(Turn.NORMS, self.param_groups, told={"norm_type": norm_type})
-        return norms(self._engine, self.param_groups, norm_type)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns what it was.
-
-        What is returned lies where the gradients do, and nothing here waits for it; `error_if_nonfinite` does.
-        """
-        told = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        waits = not self._engine.keeps_gradients
-        self._engine.take_turn(Turn.CLIP_NORM, self.param_groups, waits=waits, told=told)
-        return clip(self._engine, self.param_groups, max_norm, norm_type, error_if_nonfinite)
-
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
-        told = {"clip_value": clip_value}
-        self._engine.take_turn(Turn.CLIP_VALUE, self.param_groups, waits=False, told=told)
-        clamp(self._engine, self.param_groups, clip_value)
-
-    def gradient_to_unscale(self, param: torch.Tensor, call: Mapping[str, Any]) -> torch.Tensor | None:
-        """What torch's `GradScaler` is to find in `param.grad`; `call` are the variables of its function."""
-        if self._unscaled.call is not call["found_inf"]:
-            self._engine.take_turn(Turn.UNSCALE, self.param_groups)
-            verdict = unscale_all(self._engine, self.param_groups, call["inv_scale"], call["allow_fp16"])
-            self._unscaled = Unscaled(call["found_inf"], verdict)
-        return self._unscaled.of(param)
-
-    def holds_gradient_of(self, param: torch.Tensor) -> bool:
-        """Whether `param` has a gradient that torch's functions do not see."""
-        return not self._closed and self._engine.gradients.hides(param)
-
-    def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
-        """`zero_grad` of a module with these parameters is called: of the model, or of a part of it."""
-        if self._closed or not self._ready:
-            return
-        if not set_to_none and self._engine.gradients.are_zero:
-            return
-        given = set(params)
-        if given.issuperset(self._model.parameters()):
-            self.zero_grad(set_to_none)
-        elif any(param in given and self.holds_gradient_of(param) for param in params_of(self.param_groups)):
-            raise RuntimeError(
-                "zero_grad() of a part of the model cannot drop its part of gradients that are sharded over the ranks: "
-                'call zero_grad() of the model or of the optimizer, or pass config=ShardConfig(gradients="keep")'
-            )
-
-    def shows_memory_of(self, param: torch.Tensor) -> None:
-        """`param.data` is read, and may be written to."""
-        if self._ready and not self._closed and self._engine.share.masters is not None:
-            self._engine.share.masters.shown(param)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -355,7 +285,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         try:
             agree(self._channel, Claim("add_param_group", failure, facts))
         except Exception:
-            self.param_groups = before
+            del self.param_groups[len(before) :]
             raise
         self._layouts, self._elementwise = layouts, elementwise
         self._engine.take_layouts(layouts, elementwise)
@@ -372,60 +302,6 @@ class ShardedOptimizer(Optimizer, Joinable):
             for place, param in enumerate(group["params"])
         ]
         return group
-
-    # -- state --------------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> Any:
-        """This rank's state by parameter: flat, the elements it holds, in order. To look at: writing to it raises."""
-        return shown_state(self._engine.share.entries(), params_of(self.param_groups))
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """torch.optim.Optimizer's constructor sets an empty one; nobody else can."""
-        if self._ready:
-            ShownState().update(value)
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's state and all options. `load_state_dict` takes it on as many ranks as it was saved on."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        self.synchronize()
-        place = {param: i for i, param in enumerate(params_of(self.param_groups))}
-        saved = {
-            "state": {place[param]: entry for param, entry in self.state.items()},
-            "param_groups": pack_groups(self.param_groups),
-            "shardstep": {"plan": self._engine.plan.to_json(), "rank": self._channel.rank},
-        }
-        for after in self._optimizer_state_dict_post_hooks.values():
-            saved = after(self, saved) or saved
-        return saved
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank, or the state_dict of the plain optimizer. On all ranks."""
-        self._check_not_averaged()
-        self._engine.check_not_joined("load_state_dict")
-        self.synchronize()
-        failure, plan = None, self._engine.plan
-        entries: dict[Piece, Entry] = {}
-        before = [{**group} for group in self.param_groups]
-        try:
-            state_dict = dict(state_dict)  # hooks may change it, and the caller's stays as it is
-            for first in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = first(self, state_dict) or state_dict
-            trial = build(self._class, without_params(self.param_groups), self._defaults, {})
-            plan, entries = read_saved(state_dict, self.param_groups, self._layouts, plan, self._channel.rank, trial)
-            copy_options(state_dict["param_groups"], self.param_groups)
-        except Exception as error:
-            failure = error
-        try:
-            agree(self._channel, Claim("load_state_dict", failure, Facts([plan.digest()])))
-        except Exception:
-            copy_options(before, self.param_groups)
-            raise
-        self._engine.load(self.param_groups, plan, copy.deepcopy(entries))
-        for last in self._optimizer_load_state_dict_post_hooks.values():
-            last(self)
 
     # -- uneven inputs ------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,12 @@ REASON = (
 )
 
 
+HALF_STEPPED = (
+    "If a backward pass has failed, some weights are stepped and others are not: load a checkpoint of model and "
+    "optimizer on all ranks, and go on from there"
+)
+
+
 class StepInBackward:
     """Of one plan. `groups` are the program's own, as they are when a pass begins."""
 
@@ -41,11 +47,15 @@ class StepInBackward:
         self._fits = fits
         self._share, self._pass, self._groups, self._number_of = share, current, groups, number_of
         self._members = [sorted({segment.param for segment in bucket.bucket.segments}) for bucket in memory.buckets]
+        self._memory = memory
         self.stepped: set[int] = set()
+        self.paused = False  # the parameters are something else for a while
         current.step_when_landed(self.landed)
 
     def landed(self, bucket: int) -> None:
         """This rank's part of a bucket's mean gradient is there, and the pass goes on."""
+        if self.paused:
+            raise RuntimeError("a backward pass inside ema() would step averages: leave it first")
         if bucket in self.stepped:
             raise RuntimeError(
                 'with ShardConfig(step="backward") a backward pass outside no_sync() is a step: call step() before the '
@@ -54,10 +64,18 @@ class StepInBackward:
         if not all(self._pass.used[param] for param in self._members[bucket]) or not self._fits():
             return
         if not self.stepped:
+            self._memory.adopt()  # parameters that the program has given other memory
             self._share.begin(self._groups, bytes([1]) * len(self._pass.used))
         self._share.step(self._number_of[bucket], self._gradient_of)
         self.stepped.add(bucket)
         self._pass.let_go_of(bucket)
+        # Whatever still needs one of these weights for its gradient raises then, as torch does.
+        torch.autograd.graph.increment_version([self._memory.params[param] for param in self._members[bucket]])
+
+    def done(self) -> None:
+        """`step()` has done the rest. Nothing of a pass is kept for the next: some of it is gone already."""
+        self.stepped.clear()
+        self._pass.forget()
 
     def _gradient_of(self, bucket: int, run: Run) -> torch.Tensor | None:
         shard = self._pass.shards[bucket]

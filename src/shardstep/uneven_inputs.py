@@ -15,8 +15,9 @@ from typing import Any
 
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
-from shardstep.engine import Engine, ParamGroups
+from shardstep.engine import Engine
 from shardstep.gradient_calls import clamp, clip, norms
+from shardstep.planned import ParamGroups
 from shardstep.state.handing_over import hand_over
 from shardstep.wire.records import open_poll
 from shardstep.wire.turns import Turn
@@ -96,8 +97,7 @@ def _follow(engine: Engine, groups: ParamGroups) -> None:
     if any(late):
         engine.take_in(late, groups)
     if turn is Turn.STEP:
-        engine.look(groups)
-        engine.step_together(groups, None)
+        engine.step_together(groups, None, engine.look(groups))
     else:
         _CALLS[turn](engine, groups, **told)
 

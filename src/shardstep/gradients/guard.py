@@ -104,7 +104,15 @@ def _guarded(kind: type) -> type:
             self.__class__ = now
 
     grad = property(get, _tensor.grad.__set__, _tensor.grad.__delete__)
-    data = property(get_data, _tensor.data.__set__)
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        _tensor.data.__set__(self, value)
+        owner = _owner_of.get(id(self))
+        target = None if owner is None else owner()
+        if target is not None:
+            target.shows_memory_of(self)
+
+    data = property(get_data, set_data)
     names = {
         "grad": grad,
         "data": data,

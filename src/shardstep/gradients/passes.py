@@ -10,6 +10,7 @@ told in the same exchange, and reduced before the step.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ class GradientPass:
         self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory, wide=wide)
         self._reductions: Sequence[Reduction] = transport.reductions(memory.buckets, self._memory.of, wire_dtype)
         self._alone = channel.world_size == 1
-        self._when_landed: Callable[[int], None] | None = None
+        self._when_landed: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._poll = open_poll(channel)
         self._lock = Lock()  # autograd calls from one thread for each device
         self.phase = Phase.RESTING
@@ -251,7 +252,7 @@ class GradientPass:
 
     def step_when_landed(self, step: Callable[[int], None]) -> None:
         """While a pass runs, `step` is called for each bucket that has landed; each has memory of its own then."""
-        self._when_landed = step
+        self._when_landed = weakref.WeakMethod(step)
         self._memory.one_by_one = True
 
     def let_go_of(self, bucket: int) -> None:
@@ -277,8 +278,9 @@ class GradientPass:
             land = named(self._titles.of("wait for gradients of", [bucket]), land)
         land()
         self._lost = lost_before
-        if self._when_landed is not None and self.runs:
-            self._when_landed(bucket)
+        step = None if self._when_landed is None else self._when_landed()
+        if step is not None and self.runs:
+            step(bucket)
 
     def land_all(self) -> None:
         """Of the last pass."""
@@ -359,6 +361,11 @@ class GradientPass:
         self._failed = False
         self._packing.forget()
         self._late = bytes(len(self._params))
+
+    def forget(self) -> None:
+        """All gradients were stepped, and none is to be added to."""
+        self.drop_shards()
+        self._packing.forget()
 
     def drop_shards(self) -> None:
         self._lost = False

@@ -16,6 +16,12 @@ ALIGNMENT_NBYTES = 64
 quickly: Any = torch._C.DisableTorchFunctionSubclass
 
 
+_tensor: Any = torch.Tensor
+_set_data: Any = (
+    _tensor.data.__set__
+)  # not by the parameter's own class, which tells the optimizer of writes (guard.py)
+
+
 def move_in(param: torch.Tensor, view: torch.Tensor, remedy: str) -> None:
     """Make `param` the view, with its values; `remedy` is for one that has become something else."""
     if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
@@ -24,7 +30,7 @@ def move_in(param: torch.Tensor, view: torch.Tensor, remedy: str) -> None:
             f"{tuple(param.shape)}, {param.dtype} on {param.device}; {remedy}"
         )
     view.copy_(param.detach())
-    param.data = view
+    _set_data(param, view)
 
 
 Span = tuple[int, int]  # addresses: the first, and that behind the last
@@ -39,7 +45,7 @@ def move_out(params: Iterable[torch.Tensor], buffers: Iterable[Span]) -> None:
     leaving = list(buffers)
     for param in params:
         if param.numel() and any(start <= param.data_ptr() < stop for start, stop in leaving):
-            param.data = param.detach().clone()
+            _set_data(param, param.detach().clone())
 
 
 def dense_view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:

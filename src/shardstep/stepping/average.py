@@ -8,13 +8,14 @@ import torch
 
 from shardstep.memory.flat import FlatMemory
 from shardstep.stepping.masters import Masters
+from shardstep.stepping.scaling import Scaling
 from shardstep.stepping.slots import Slot
 
 AVERAGE = "shardstep.ema"  # in the state of a piece
 
 
 class Average(Slot):
-    """Begins with the weights as they are. Of 16-bit parameters it is one of their masters, in fp32 in any case.
+    """Begins with the weights as they are before the first step. Of 16-bit parameters it is one of their masters.
 
     A frozen parameter has none to show: it is as it is. Its average waits until it trains again.
     """
@@ -27,13 +28,29 @@ class Average(Slot):
             for number, bucket in enumerate(memory.buckets)
         }
         super().__init__(memory, AVERAGE, wide)
+        self._unbegun = set(wide)
+
+    def filled(self, bucket: int) -> None:
+        self._unbegun.discard(bucket)
 
     @torch.no_grad()
-    def follow(self, buckets: Iterable[int]) -> None:
-        """They were stepped."""
+    def begin(self) -> None:
+        """Before a step. The first of all begins with the weights as they are then: they may have been loaded."""
+        for number in self._unbegun:
+            self.values[number].copy_(self._now(number))
+        self._unbegun.clear()
+
+    @torch.no_grad()
+    def follow(self, buckets: Iterable[int], scaling: Scaling | None = None) -> None:
+        """They were stepped; not if a GradScaler's verdict on the device was against it."""
         for number in buckets:
-            average = self.values[number]
-            average.lerp_(self._now(number).to(average.dtype), 1 - self._decay)
+            average, weight = self.values[number], 1 - self._decay
+            now = self._now(number).to(average.dtype)
+            if scaling is None:
+                average.lerp_(now, weight)
+            else:
+                skips = scaling.found_inf.to(average.device, average.dtype).reshape(())
+                average.lerp_(now, (1 - skips.clamp(max=1)) * weight)
 
     def _now(self, bucket: int) -> torch.Tensor:
         masters = {} if self._masters is None else self._masters.values
@@ -42,6 +59,7 @@ class Average(Slot):
     @torch.no_grad()
     def swap_in(self) -> None:
         """This rank's parameters become the average."""
+        self.begin()
         self._before = [bucket.own.clone() for bucket in self._memory.buckets]
         for number, bucket in enumerate(self._memory.buckets):
             bucket.own.copy_(self.values[number])
@@ -49,6 +67,6 @@ class Average(Slot):
     @torch.no_grad()
     def swap_out(self) -> None:
         """They become what they were."""
-        for bucket, values in zip(self._memory.buckets, self._before, strict=True):
+        for bucket, values in zip(self._memory.buckets, self._before, strict=bool(self._before)):
             bucket.own.copy_(values)
         self._before = []

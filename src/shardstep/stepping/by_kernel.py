@@ -24,6 +24,7 @@ class KernelRow:
     tensor: torch.Tensor  # under which its state is found
     values: torch.Tensor
     master: torch.Tensor | None
+    gradient_dtype: torch.dtype
     group: int
     param: int  # of the first piece, and where in it that begins: for noise
     start: int
@@ -60,7 +61,7 @@ class ByKernel:
             chosen = sorted(present | known)
             if not chosen:
                 return
-            pieces = [self._piece(rows[index], gradients[index]) for index in chosen]
+            pieces = [self._piece(rows[index]) for index in chosen]
             kernel = KernelStep(self._rule, pieces, self._groups, seed=self.seed)
             made = self._made[number] = _Made(kernel, {index: place for place, index in enumerate(chosen)})
         made.kernel.step(
@@ -69,7 +70,7 @@ class ByKernel:
             found_inf=None if scaling is None else scaling.found_inf,
         )
 
-    def _piece(self, row: KernelRow, gradient: torch.Tensor | None) -> KernelPiece:
+    def _piece(self, row: KernelRow) -> KernelPiece:
         first, second, largest = self._moments(row)
         return KernelPiece(
             values=row.values,
@@ -79,7 +80,7 @@ class ByKernel:
             second=second,
             largest=largest,
             master=row.master,
-            gradient_dtype=None if gradient is None else gradient.dtype,
+            gradient_dtype=row.gradient_dtype,
             param=row.param,
             start=row.start,
         )

@@ -88,8 +88,8 @@ class PartedOptimizer:
             getattr(optimizer, mode)()
 
     def end(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """An iteration ends: what the parts have written to their options becomes visible."""
-        if self._optimizers:
+        """An iteration ends: what parts have written to their options becomes visible. torch's own write nothing."""
+        if self._optimizers and not self._is_of_torch:
             last = self._optimizers[self._stepped[-1]]
             copy_options(last.param_groups, self._whole.param_groups)
             copy_options(last.param_groups, param_groups)

@@ -64,7 +64,8 @@ def read_classes(optimizer_class: Any, groups: Any, defaults: Mapping[str, Any])
 
     `defaults` are for groups that do not.
     """
-    if not isinstance(groups, Sequence) or not any(isinstance(group, dict) and CLASS in group for group in groups):
+    groups = groups if groups is None or isinstance(groups, Sequence) else list(groups)
+    if groups is None or not any(isinstance(group, dict) and CLASS in group for group in groups):
         return optimizer_class, groups, dict(defaults)
     if optimizer_class is None and defaults:
         raise TypeError(

@@ -113,7 +113,10 @@ class LocalShare:
     def _kernel_row(self, run: Run, tensor: torch.Tensor, bucket: int) -> KernelRow:
         first, values = run.pieces[0], self._own(run, bucket)
         master = tensor.detach().view(-1) if self.masters is not None and bucket in self.masters.values else None
-        return KernelRow(tensor, values, master, self._group_of(first), first.param, first.start)
+        # Whether it has a gradient now or not: of fp16 with masters they are kept in fp32 (memory/shards.py).
+        wide = master is not None and values.dtype is torch.float16
+        dtype = torch.float32 if wide else values.dtype
+        return KernelRow(tensor, values, master, dtype, self._group_of(first), first.param, first.start)
 
     def _own(self, run: Run, bucket: int) -> torch.Tensor:
         """The parameters' own memory, flat."""
@@ -194,6 +197,8 @@ class LocalShare:
             self.build(param_groups, self.entries())
         if self.masters is not None:
             self.masters.follow()
+        if self.average is not None:
+            self.average.begin()
         if self._kernel is not None:
             self._kernel.begin(param_groups)
         assert self._parted is not None, "built"
@@ -213,7 +218,7 @@ class LocalShare:
         else:
             self._step_parts(group, gradients, scaling)
         if self.average is not None:
-            self.average.follow(buckets)
+            self.average.follow(buckets, scaling)
 
     def _step_parts(self, group: int, gradients: Sequence[torch.Tensor | None], scaling: Scaling | None) -> None:
         buckets = self._together[group]
@@ -245,6 +250,8 @@ class LocalShare:
 
     def switch(self, param_groups: ParamGroups, mode: str) -> None:
         """`train` or `eval` of the class."""
+        if self.masters is not None:
+            self.masters.follow()
         assert self._parted is not None, "built"
         self._parted.begin(param_groups)
         with nullcontext() if self._rounded is None else self._lent(self._rounded, range(len(self.runs))):
