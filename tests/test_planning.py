@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -337,6 +338,12 @@ def test_flat_shares_of_gpt2_are_within_one_percent(world_size):
 def test_buckets_are_launched_once_each_and_in_order(specs, random, world_size, bucket_numel):
     plan = make_plan(specs, Layout.FLAT, world_size=world_size, bucket_numel=bucket_numel)
     order = LaunchOrder([[piece.param for piece in bucket.pieces] for bucket in plan.buckets])
+    told: list[int] = []
+    hooks = [order.hook(index, told.append) for index in range(len(specs))]
+    gradient = torch.zeros(())
+    for hook in hooks:
+        hook(gradient)
+    assert told == list(range(len(specs))), "between passes each is told: the first begins one"
     for _ in range(2):
         order.begin()
         coming = [index for index in range(len(specs)) if random.random() < 0.8]
@@ -345,12 +352,14 @@ def test_buckets_are_launched_once_each_and_in_order(specs, random, world_size, 
         seen: set[int] = set()
         for param in [*coming, *coming[:2]]:
             seen.add(param)
-            if order.note(param):
+            told.clear()
+            hooks[param](gradient)
+            if told:
                 while (bucket := order.due()) is not None:
                     assert {piece.param for piece in plan.buckets[bucket].pieces} <= seen
                     launched.append(bucket)
                     order.launched()
-            assert order.due() is None, "nothing waits that `note` has not told of"
+            assert order.due() is None, "nothing waits that the hook has not told of"
             assert order.all_came() == (seen >= {piece.param for piece in plan.pieces})
         launched.extend(order.left())
         order.end()

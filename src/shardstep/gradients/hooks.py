@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from shardstep.gradients.passes import GradientPass, LaunchOrder
+from shardstep.gradients.passes import GradientPass
 from shardstep.gradients.wrapped import refuse_inside_ddp
 from shardstep.memory.model_hooks import ModelHook
 
@@ -38,8 +38,9 @@ class BackwardHooks:
         self._task: int | None = None  # autograd's, at whose end the pass ends
         # The hooks live as long as the parameters; a reference to this object would keep it alive as long.
         me = weakref.ref(self)
+        act = _when_ready(me)
         self._handles: list[RemovableHandle] = [
-            param.register_post_accumulate_grad_hook(_when_ready(me, current.order, place))  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(current.order.hook(place, act))  # type: ignore[no-untyped-call]
             for place, param in enumerate(params)
             if param.requires_grad
         ]
@@ -78,15 +79,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _when_ready(hooks: weakref.ref[BackwardHooks], order: LaunchOrder, place: int) -> Callable[[torch.Tensor], None]:
-    note = order.note
-
-    def ready(param: torch.Tensor) -> None:
-        del param
-        if note(place):  # for most parameters there is nothing to do: this is all that the host does for each
-            target = hooks()
-            if target is not None:
-                target.ready(place)
+def _when_ready(hooks: weakref.ref[BackwardHooks]) -> Callable[[int], None]:
+    def ready(place: int) -> None:
+        target = hooks()
+        if target is not None:
+            target.ready(place)
 
     return ready
 

@@ -39,10 +39,10 @@ class GradientPacking:
         self._taken: dict[int, torch.Tensor] = {}  # of parameters in several buckets: until the last one is packed
         self._rows = [self._make_rows(bucket, transport) for bucket in memory.buckets]
         self._places = [_own_places(rows, bucket) for rows, bucket in zip(self._rows, memory.buckets, strict=True)]
-        last = {segment.param: number for number, b in enumerate(memory.buckets) for segment in b.bucket.segments}
-        self._ends: list[list[int]] = [[] for _ in self._rows]  # of each bucket: parameters that no later one holds
-        for param, number in last.items():
-            self._ends[number].append(param)
+        alone = [{row.places[place] for row in rows for place in row.alone} for rows in self._rows]
+        last = {param: number for number, params in enumerate(alone) for param in params}
+        # Of each bucket: what it takes alone, and no later bucket holds.
+        self._ends = [[param for param in params if last[param] == number] for number, params in enumerate(alone)]
 
     def _make_rows(self, memory: BucketMemory, transport: Transport) -> list[_Row]:
         bucket = memory.bucket

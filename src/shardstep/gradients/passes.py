@@ -53,9 +53,6 @@ _MOVES = {
 }
 
 
-_AT_REST: list[int] = []  # between passes
-
-
 class LaunchOrder:
     """Which buckets can be reduced, as gradients come: always in the order of the buckets, whatever comes first."""
 
@@ -66,33 +63,46 @@ class LaunchOrder:
         for bucket, params in enumerate(members):
             for param in set(params):
                 self._buckets_of[param].append(bucket)
-        self._missing = _AT_REST  # of each bucket: how many gradients are still to come
-        self._seen: set[int] = set()
+        # These are always the same objects: the hooks of thousands of parameters look at them, without a call.
+        self._awaited: set[int] = set()  # parameters whose gradient is still to come; none between passes
+        self._missing: list[int] = []  # of each bucket: how many of them
         self._next = 0
 
     def begin(self) -> None:
         """A backward pass begins."""
-        self._missing = [*self._sizes, -1]  # after the last bucket comes one that is never complete
-        self._seen = set()
+        self._awaited.update(self._buckets_of)
+        self._missing[:] = [*self._sizes, -1]  # after the last bucket comes one that is never complete
         self._next = 0
 
-    def note(self, param: int) -> bool:
-        """The gradient of `param` is there: is there something to do? Called for every parameter, so it does little.
+    def hook(self, param: int, act: Callable[[int], None]) -> Callable[[torch.Tensor], None]:
+        """For autograd: `act` is called where a gradient makes a bucket `due`, or is not awaited: no pass has begun.
 
-        Yes if a bucket is `due`, or if no pass has begun. A gradient may come twice; the
-        first time counts.
+        It is called for every parameter in every pass, and does for most nothing but to count.
         """
-        if self._missing is _AT_REST:
-            return True
-        if param not in self._seen and param in self._buckets_of:
-            self._seen.add(param)
+        awaited, missing, buckets = self._awaited, self._missing, self._buckets_of.get(param, ())
+
+        def ready(tensor: torch.Tensor) -> None:
+            del tensor
+            if param in awaited:
+                awaited.remove(param)
+                for bucket in buckets:
+                    missing[bucket] -= 1
+                if missing[self._next]:
+                    return
+            act(param)
+
+        return ready
+
+    def note(self, param: int) -> None:
+        """The gradient of `param` is there. It may come twice; the first time counts."""
+        if param in self._awaited:
+            self._awaited.remove(param)
             for bucket in self._buckets_of[param]:
                 self._missing[bucket] -= 1
-        return self._missing[self._next] == 0
 
     def all_came(self) -> bool:
         """Whether no gradient is missing: the pass is about to end."""
-        return len(self._seen) == len(self._buckets_of)
+        return not self._awaited
 
     def due(self) -> int | None:
         """The bucket to reduce now; None if gradients of the next one are missing."""
@@ -108,7 +118,7 @@ class LaunchOrder:
 
     def end(self) -> None:
         """The backward pass is over, and what was left is on its way."""
-        self._missing = _AT_REST
+        self._awaited.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +180,7 @@ class GradientPass:
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def ready(self, param: int) -> None:
-        """Autograd has added to the gradient of `param`, and `order.note` says that there is something to do."""
+        """Autograd has added to the gradient of `param`, and the order's hook says that there is something to do."""
         with self._lock:
             if not self.runs:
                 self._begin()
@@ -195,7 +205,7 @@ class GradientPass:
 
     def end_of_backward(self) -> bool:
         """Autograd is done. Whether there was a pass: something came here, also of parameters that have no bucket."""
-        has_pass = self.runs or any(gradient_of(param) is not None and param.requires_grad for param in self._params)
+        has_pass = self.runs or any(self._present())
         if has_pass:
             self.end()
         return has_pass
@@ -234,10 +244,14 @@ class GradientPass:
         on the same connections that would be when all of them have arrived.
         """
         self._packing.end_pass()
-        with quickly():
-            self._late = bytes(gradient_of(param) is not None and param.requires_grad for param in self._params)
+        self._late = self._present()
         self._failed = self._failed or failed
         self._poll.ask(bytes([self._failed]) + self._packing.used + self._late)
+
+    def _present(self) -> bytes:
+        """Flags: which parameters train and have a gradient."""
+        with quickly():
+            return bytes(gradient_of(param) is not None and param.requires_grad for param in self._params)
 
     def shard_dtype(self, bucket: int) -> torch.dtype:
         return self._memory.dtypes[bucket]
