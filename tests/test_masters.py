@@ -111,10 +111,11 @@ def test_masters_of_other_optimizers(workers, optimizer_class, options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_masters_with_collectives(workers, dtype):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_masters_with_collectives(workers, ranks, dtype):
     """Ordered: the sum of the backend's own is in 16 bits."""
     config = ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True)
-    workers(3).run(trains_like_masters_by_hand, dtype, optim.AdamW, {"lr": 1e-3}, config, True)
+    workers(ranks).run(trains_like_masters_by_hand, dtype, optim.AdamW, {"lr": 1e-3}, config, True)
 
 
 # -- what 16 bits lose -------------------------------------------------------------------------------------------------

@@ -96,7 +96,9 @@ class Collectives:
         self._largest = max((bucket.values.nbytes for bucket in memory), default=0)
         reduce = self._ordered_mean if self._ordered else self._mean
         return [
-            CollectiveReduction(self._lane, self._trips, bucket, number, shard_of, wire_dtype, reduce)
+            CollectiveReduction(
+                self._lane, self._trips, bucket, number, shard_of, wire_dtype, reduce, widens=self._ordered
+            )
             for number, bucket in enumerate(memory)
         ]
 
@@ -247,9 +249,13 @@ class CollectiveReduction:
         shard_of: Callable[[int], torch.Tensor],
         wire_dtype: torch.dtype | None,
         reduce: Reduce,
+        *,
+        widens: bool,
     ) -> None:
+        """`widens`: the mean may be in another dtype than what is sent."""
         self._lane, self._trips, self._memory, self._number = lane, trips, memory, number
         self._shard_of, self._wire_dtype, self._reduce = shard_of, wire_dtype, reduce
+        self._widens = widens
         self._trip: Trip | None = None
 
     @torch.no_grad()
@@ -261,8 +267,9 @@ class CollectiveReduction:
         packed = parts[0][0]
         if self._wire_dtype is not None and not packed.is_complex():  # a cast would drop half of a complex number
             packed = packed.to(self._wire_dtype)
-        straight = earlier is None and packed.dtype is shard.dtype
-        mean = shard if straight else packed.new_empty(len(shard))
+        dtype = shard.dtype if self._widens else packed.dtype
+        straight = earlier is None and dtype is shard.dtype
+        mean = shard if straight else packed.new_empty(len(shard), dtype=dtype)
         with self._lane.trip(packed, mean) as self._trip:
             self._reduce(mean, packed, self._memory.bucket)
             if earlier is not None:
