@@ -315,10 +315,11 @@ class Sharded(Contender):
     Of several in one group none knows that they are never in one backward pass, and each keeps more in memory.
     """
 
-    def __init__(self, name: str, task: Task, device: Device, *, gather: Any, ordered: bool = False) -> None:
+    def __init__(self, name: str, task: Task, device: Device, **config: Any) -> None:
         super().__init__(name, task, device)
-        config = shardstep.ShardConfig(gather=gather, ordered_sums=ordered)
-        self.optimizer = shardstep.shard(self.whole, AdamW, process_group=dist.new_group(), config=config, **OPTIONS)
+        self.optimizer = shardstep.shard(
+            self.whole, AdamW, process_group=dist.new_group(), config=shardstep.ShardConfig(**config), **OPTIONS
+        )
 
     def clip(self) -> None:
         self.optimizer.clip_grad_norm_(1.0)
@@ -344,6 +345,7 @@ class Fsdp2(Contender):
 
 DDP, TORCH, DROP_IN = "DDP", "torch ZeRO", "drop-in"
 WAIT, OVERLAP, ORDERED, FSDP2 = "shard, wait", "shard, overlap", "shard, ordered sums", "FSDP2"
+IN_BACKWARD = "shard, step in backward"
 OWN_ZERO = shardstep.ZeroRedundancyOptimizer
 CONTENDERS: dict[str, Callable[[str, Task, Device], Contender]] = {
     DDP: UnderDdp,
@@ -351,7 +353,7 @@ CONTENDERS: dict[str, Callable[[str, Task, Device], Contender]] = {
     DROP_IN: partial(UnderDdp, zero=OWN_ZERO),
     WAIT: partial(Sharded, gather="wait"),
     OVERLAP: partial(Sharded, gather="overlap"),
-    ORDERED: partial(Sharded, gather="wait", ordered=True),
+    ORDERED: partial(Sharded, gather="wait", ordered_sums=True),
     FSDP2: Fsdp2,
 }
 # With one copy of the gradients, as the bound of memory supposes; shard and FSDP2 have no second one.
@@ -360,6 +362,7 @@ WEIGHED: dict[str, Callable[[str, Task, Device], Contender]] = {
     TORCH: partial(UnderDdp, zero=TorchZero, views=True),
     DROP_IN: partial(UnderDdp, zero=OWN_ZERO, views=True),
     WAIT: CONTENDERS[WAIT],
+    IN_BACKWARD: partial(Sharded, gather="wait", step="backward"),
     FSDP2: Fsdp2,
 }
 AGREEING = (DDP, TORCH, DROP_IN, WAIT, OVERLAP, ORDERED)  # FSDP2 holds no whole parameters to compare

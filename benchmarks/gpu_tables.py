@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from gpu_contenders import DDP, DROP_IN, FSDP2, OVERLAP, TORCH, WAIT
+from gpu_contenders import DDP, DROP_IN, FSDP2, IN_BACKWARD, OVERLAP, TORCH, WAIT
 from gpu_one_rank import PLAIN, SHARDED
 from gpu_ranks import Result
 from report import SPREAD_COLUMNS, Grid, Spread, Target
@@ -110,7 +110,7 @@ def memory_grid(results: Sequence[Result]) -> Grid:
     weighed = of_part(results, "memory")
     rows = []
     for result in weighed:
-        ddp = ddp_beside(weighed, result["ranks"]) if result["contender"] == WAIT else None
+        ddp = ddp_beside(weighed, result["ranks"]) if result["contender"] in (WAIT, IN_BACKWARD) else None
         limits = (None, None) if ddp is None else (bound(result, ddp), predicted(result, ddp))
         keys = ("beyond", "reserved_early", "reserved_late")
         cells = [megabytes(most(result, key)) for key in keys]

@@ -12,7 +12,17 @@ import torch
 import torch.distributed as dist
 from drop_in_worker import in_turn
 from gpu_contenders import DEVICES, Contender, Peers, Rank
-from gpu_training_contenders import LARGE, ONE_RANK, SEVERAL_RANKS, SMALL, TOY_LARGE, TOY_SMALL, Make, Reading
+from gpu_training_contenders import (
+    LARGE,
+    ONE_RANK,
+    SEVERAL_RANKS,
+    SMALL,
+    TOO_SMALL,
+    TOY_LARGE,
+    TOY_SMALL,
+    Make,
+    Reading,
+)
 from gpu_worker import WARM_UP_STEPS, Times, leave, slowest, time_block, train
 from torch import nn
 
@@ -28,8 +38,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def tasks_of(rank: Rank) -> tuple[Reading, ...]:
     """Several ranks train the small one only: every step of theirs crosses loopback."""
-    small, large = (TOY_SMALL, TOY_LARGE) if rank.toy else (SMALL, LARGE)
-    return (small, large) if rank.peers.count == 1 else (small,)
+    if rank.toy:
+        return TOY_SMALL, TOY_LARGE
+    return (SMALL, LARGE, TOO_SMALL) if rank.peers.count == 1 else (SMALL, TOO_SMALL)
 
 
 def prepare(rank: Rank) -> None:

@@ -7,6 +7,7 @@ import io
 import warnings
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,6 +117,37 @@ def test_masters_with_collectives(workers, ranks, dtype):
     """Ordered: the sum of the backend's own is in 16 bits."""
     config = ShardConfig(bucket_mb=SMALL_BUCKETS, ordered_sums=True)
     workers(ranks).run(trains_like_masters_by_hand, dtype, optim.AdamW, {"lr": 1e-3}, config, True)
+
+
+def sends_and_holds() -> tuple[float, float]:
+    """Bytes that this rank sends in a step, and holds before it, each over what it should be."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(301, 700), nn.Tanh(), nn.Linear(700, 300)).bfloat16()
+    opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=ShardConfig(bucket_mb=0.2))
+    sent, isend = 0, dist.isend
+
+    def counting(tensor: torch.Tensor, **options: Any) -> Any:
+        nonlocal sent
+        sent += tensor.nbytes
+        return isend(tensor, **options)
+
+    for step in range(2):
+        sent = 0
+        with mock.patch.object(dist, "isend", counting):
+            model(torch.full((2, 301), 0.1 * step, dtype=torch.bfloat16)).float().square().mean().backward()
+            held = opt.report().ranks[dist.get_rank()].held
+            opt.step()
+            opt.synchronize()
+        opt.zero_grad()
+    numel, ranks = sum(param.numel() for param in model.parameters()), dist.get_world_size()
+    return sent / (4 * numel * (ranks - 1) / ranks), held / (numel * (2 + (2 + 12) / ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sixteen_bits_are_sent_as_such_and_masters_are_held_once(workers, ranks):
+    for sent, held in workers(ranks).run(sends_and_holds):
+        assert 0.98 <= sent <= 1.02, "of (N-1)/N of the parameters in fp32: gradients and weights, 2 bytes each"
+        assert 0.97 <= held <= 1.03, "of 2 + (2 + 12)/N bytes per parameter"
 
 
 # -- what 16 bits lose -------------------------------------------------------------------------------------------------
