@@ -226,7 +226,7 @@ class Engine(Planned):
                             step = self.share.step
                             if is_profiled():
                                 step = named(self._memory.titles.of("step", buckets), step)
-                            step(number, self.gradients.of_run, scaling)
+                            step(number, self.gradients.of_run, scaling, self.gradients.factor)
                     except Exception as error:
                         failure = error
                     if number + 1 == len(self._together):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardstep.engine import Engine
-from shardstep.gradients.clipping import clip_norm
+from shardstep.gradients.clipping import norm_and_factor
 from shardstep.gradients.norms import norms_by_parameter
 from shardstep.gradients.scaling import unscale
 from shardstep.planned import ParamGroups, params_of
@@ -26,14 +26,12 @@ def clip(
     params = params_of(groups)
     if engine.keeps_gradients:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-    return clip_norm(
-        engine.transport,
-        engine.gradients.shards(),
-        max_norm,
-        norm_type,
-        params[0],
-        error_if_nonfinite=error_if_nonfinite,
+    shards = engine.gradients.shards()
+    norm, factor = norm_and_factor(
+        engine.transport, shards, max_norm, norm_type, params[0], error_if_nonfinite=error_if_nonfinite
     )
+    engine.gradients.scale(factor, later=engine.share.takes_factor)
+    return norm
 
 
 def clamp(engine: Engine, groups: ParamGroups, clip_value: float) -> None:

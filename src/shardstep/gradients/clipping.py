@@ -1,4 +1,4 @@
-"""This rank's part of the mean, scaled in place so that the norm over all ranks is small enough."""
+"""By how much to scale gradients so that their norm over all ranks is small enough; and to scale this rank's part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardstep.wire.transport import Transport
 
 
 @torch.no_grad()
-def clip_norm(
+def norm_and_factor(
     transport: Transport,
     shards: Sequence[torch.Tensor],
     max_norm: float,
@@ -19,8 +19,8 @@ def clip_norm(
     like: torch.Tensor,
     *,
     error_if_nonfinite: bool,
-) -> torch.Tensor:
-    """On all ranks. Returns the norm before, in the dtype of the gradients and on the device of `like`."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """On all ranks. The norm in the dtype of the gradients, and what to multiply them with; on the device of `like`."""
     norm = total_norm(transport, shards, norm_type, like)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -28,11 +28,15 @@ def clip_norm(
             "pass error_if_nonfinite=False to scale by it anyway"
         )
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as torch's
-    if not (factor.device.type == "cpu" and factor == 1.0):  # there a look costs nothing, and a product does
-        for members in of_one_kind(shards):
-            kind = members[0].dtype.to_real()
-            torch._foreach_mul_(members, factor.to(device=members[0].device, dtype=kind))
-    return norm.to(shards[0].dtype.to_real() if shards else like.dtype.to_real())
+    return norm.to(shards[0].dtype.to_real() if shards else like.dtype.to_real()), factor
+
+
+@torch.no_grad()
+def multiply(shards: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    if factor.device.type == "cpu" and factor == 1.0:  # there a look costs nothing, and a product does
+        return
+    for members in of_one_kind(shards):
+        torch._foreach_mul_(members, factor.to(device=members[0].device, dtype=members[0].dtype.to_real()))
 
 
 def of_one_kind(shards: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

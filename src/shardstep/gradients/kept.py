@@ -119,6 +119,11 @@ class KeptGradients:
     def shards(self) -> list[torch.Tensor]:
         raise AssertionError("the whole mean is in param.grad: torch's own functions scale it")
 
+    def scale(self, factor: torch.Tensor, *, later: bool) -> None:
+        raise AssertionError("the whole mean is in param.grad: torch's own functions scale it")
+
+    factor = None
+
     @property
     def are_zero(self) -> bool:
         return self._inner.are_zero

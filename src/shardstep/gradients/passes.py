@@ -19,6 +19,7 @@ from threading import Lock
 
 import torch
 
+from shardstep.gradients.clipping import multiply
 from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.packing import GradientPacking, Parts
 from shardstep.memory.flat import FlatMemory
@@ -165,6 +166,7 @@ class GradientPass:
         self._failed = False  # a pass failed here since `drop`: what the next one adds to is not all there
         self._lost = False  # something arrived and could not be taken in: `drop` is the way out
         self.shards: list[torch.Tensor | None] = [None] * len(self._nbytes)
+        self.factor: torch.Tensor | None = None  # by which they are still to be multiplied: the step may do it
         self._late = bytes(len(params))
 
     def _move(self, to: Phase) -> None:
@@ -200,6 +202,7 @@ class GradientPass:
                 turns.announce(Turn.PASS)
         turns.dropped = False
         self.land_all()  # of an earlier pass
+        self.apply_factor()
         self._move(Phase.FILLING)
         self.order.begin()
 
@@ -301,6 +304,12 @@ class GradientPass:
         for bucket in list(self._flying):
             self._land(bucket)
 
+    def apply_factor(self) -> None:
+        """The shards are as they are said to be, for those that look at them or add to them."""
+        if self.factor is not None:
+            factor, self.factor = self.factor, None
+            multiply([shard for shard in self.shards if shard is not None and shard.numel()], factor)
+
     def replace_reductions(self, by: Callable[[Reduction], Reduction]) -> None:
         """Each by one that does the same, and takes note of it."""
         self._reductions = [by(reduction) for reduction in self._reductions]
@@ -382,7 +391,7 @@ class GradientPass:
         self._packing.forget()
 
     def drop_shards(self) -> None:
-        self._lost = False
+        self._lost, self.factor = False, None
         self.shards = [None] * len(self._nbytes)
         self._memory.let_go()
 
@@ -391,7 +400,7 @@ class GradientPass:
         self._turns.check()
         self.land_all()
         self._turns.dropped = self.phase is not Phase.RESTING
-        self._lost = False
+        self._lost, self.factor = False, None
         for shard in self.shards:
             if shard is not None:
                 shard.zero_()

@@ -95,6 +95,13 @@ class Gradients(Protocol):
     def shards(self) -> list[torch.Tensor]:
         """All that this rank holds of the mean, to be scaled or clamped in place."""
 
+    def scale(self, factor: torch.Tensor, *, later: bool) -> None:
+        """Multiply all that this rank holds; `later`: the step does it, if nobody looks at it before."""
+
+    @property
+    def factor(self) -> torch.Tensor | None:
+        """What `of_run` is still to be multiplied with."""
+
     def clear(self, *, to_none: bool) -> None: ...
 
     @property
@@ -207,6 +214,8 @@ class ShardedGradients:
             return [self._place[param] for param in self._travelling if gradient_of(param) is not None]
 
     def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        self.land()
+        self.current.apply_factor()
         for number, bucket in enumerate(self._memory.buckets):
             shard = self.current.land(number)
             if shard is not None:
@@ -219,7 +228,17 @@ class ShardedGradients:
 
     def shards(self) -> list[torch.Tensor]:
         landed = [self.current.land(bucket) for bucket in range(len(self._memory.buckets))]
+        self.current.apply_factor()
         return [shard for shard in landed if shard is not None and shard.numel()]
+
+    def scale(self, factor: torch.Tensor, *, later: bool) -> None:
+        self.current.factor = factor
+        if not later:
+            self.current.apply_factor()
+
+    @property
+    def factor(self) -> torch.Tensor | None:
+        return self.current.factor
 
     @property
     def are_zero(self) -> bool:

@@ -52,7 +52,13 @@ class ByKernel:
         if flags != self._flags:
             self._flags, self._made = flags, [None] * len(self._rows)
 
-    def step(self, number: int, gradients: Sequence[torch.Tensor | None], scaling: Scaling | None) -> None:
+    def step(
+        self,
+        number: int,
+        gradients: Sequence[torch.Tensor | None],
+        scaling: Scaling | None,
+        factor: torch.Tensor | None = None,
+    ) -> None:
         """Step one of `rows`; a row without a gradient stays as it is, and has no state before its first one."""
         rows, made = self._rows[number], self._made[number]
         present = {index for index, gradient in enumerate(gradients) if gradient is not None}
@@ -67,6 +73,7 @@ class ByKernel:
         made.kernel.step(
             [gradients[index] for index in made.places],
             grad_scale=None if scaling is None else scaling.grad_scale,
+            clip=factor,
             found_inf=None if scaling is None else scaling.found_inf,
         )
 

@@ -127,6 +127,11 @@ class LocalShare:
         """Whether a step takes what a GradScaler has found without asking the device."""
         return self._kernel is not None or takes_scaling(self.local)
 
+    @property
+    def takes_factor(self) -> bool:
+        """Whether a step multiplies gradients with a number on the device."""
+        return self._kernel is not None
+
     def counted(self) -> dict[str, Any]:
         """What the class has counted on itself, in attributes."""
         return {} if self._parted is None else self._parted.counted()
@@ -209,13 +214,15 @@ class LocalShare:
         group: int,
         gradients_of: Callable[[int, Run], torch.Tensor | None],
         scaling: Scaling | None = None,
+        factor: torch.Tensor | None = None,
     ) -> None:
-        """Step the buckets of a group; `gradients_of` a run of a bucket are flat, or None."""
+        """Step the buckets of a group; `gradients_of` a run are flat, or None, and to be multiplied by `factor`."""
         buckets = self._together[group]
         gradients = [gradients_of(bucket, run) for bucket in buckets for run in self.runs[bucket]]
         if self._kernel is not None:
-            self._kernel.step(group, gradients, scaling)
+            self._kernel.step(group, gradients, scaling, factor)
         else:
+            assert factor is None, "only the kernel takes one"
             self._step_parts(group, gradients, scaling)
         if self.average is not None:
             self.average.follow(buckets, scaling)
