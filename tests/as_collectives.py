@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from shardstep import sharded_optimizer
+from shardstep.drop_in import optimizer as drop_in
 from shardstep.wire.channel import Channel, open_channel
 
 
@@ -26,6 +27,9 @@ def open_for_collectives(group: Any, accelerator: torch.device | None) -> Channe
 
 @contextmanager
 def by_collectives() -> Iterator[None]:
-    """What `shard` builds inside goes by collectives."""
-    with mock.patch.object(sharded_optimizer, "open_channel", open_for_collectives):
+    """What `shard` and the drop-in build inside goes by collectives."""
+    with (
+        mock.patch.object(sharded_optimizer, "open_channel", open_for_collectives),
+        mock.patch.object(drop_in, "open_channel", open_for_collectives),
+    ):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,7 @@ from fast_lane_training import (
     batch,
     loss_of,
 )
-from shardstep import Layout, ShardConfig
+from shardstep import Layout, ShardConfig, ZeroRedundancyOptimizer
 from shardstep.wire import hosts
 from shardstep.wire.collectives import Collectives
 from shardstep.wire.hosts import hosts_of
@@ -73,6 +74,31 @@ def trains_matrices() -> None:
 
 def test_whole_matrices(workers):
     workers(3).run(trains_matrices)
+
+
+def drop_in_trains(as_views: bool) -> None:
+    model = Net()
+    twin = copy.deepcopy(model)
+    with by_collectives():
+        zero = ZeroRedundancyOptimizer(
+            model.parameters(), optim.AdamW, lr=0.05, parameters_as_bucket_view=as_views
+        )  # fmt: skip
+    plain = optim.AdamW(twin.parameters(), lr=0.05)
+    for step in range(4):
+        for net, optimizer in ((model, zero), (twin, plain)):
+            net(batch(step)).square().mean().backward()
+            for param in net.parameters():
+                if param.grad is not None:
+                    dist.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+@pytest.mark.parametrize("as_views", [False, True], ids=["apart", "views"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_drop_in_gives_everyone_what_each_has_stepped(workers, ranks, as_views):
+    workers(ranks).run(drop_in_trains, as_views, timeout=60)
 
 
 def replans() -> None:

@@ -42,6 +42,20 @@ class Packs:
         return self.by_rank
 
 
+def test_what_is_left_of_a_pass_that_was_given_up_is_not_taken_for_the_next():
+    """One parameter in two buckets, of which the second was never packed: memory ran out, and then zero_grad()."""
+    param = nn.Parameter(torch.zeros(10))
+    plan = make_plan(read_specs([{"params": [param]}]), Layout.FLAT, world_size=1, bucket_numel=6, alignment=1)
+    assert len(plan.buckets) == 2
+    packing = GradientPacking(FlatMemory(plan, [param], 0), [param], Packs(False, float("inf")))
+    param.grad = torch.ones(10)
+    packing.pack(0)
+    packing.forget()
+    param.grad = gradient = torch.randn(10)
+    packed = torch.cat([part for bucket in range(2) for row in packing.pack(bucket) for part in row])
+    assert torch.equal(packed[:10], gradient)
+
+
 @given(shapes, st.integers(1, 4), st.integers(5, 80), st.sampled_from([1, 16, 100, float("inf")]), st.data())
 def test_every_gradient_comes_where_its_parameter_lies(shapes, ranks, bucket_numel, part_nbytes, data):
     draw = data.draw

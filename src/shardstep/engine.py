@@ -309,8 +309,7 @@ class Engine(Planned):
         if self._arriving:
             self.wait_for(list(self._arriving))
         if self._agreement.is_open:
-            self.turns.check()
-            self._agreement.finish()
+            self._agreement.finish()  # all ranks had turned to the step, so all have told
 
     def wait_for(self, buckets: Sequence[int]) -> None:
         waiting = [bucket for bucket in buckets if bucket in self._arriving]
