@@ -190,8 +190,8 @@ class Planned:
     def predicted_nbytes(self) -> int:
         """What this rank needs at most between two steps, beside activations: by the plan, not by what was measured."""
         shards = [bucket.own.nbytes for bucket in self._memory.buckets]
-        # A step in backward follows each: while one is stepped, the next is on its way.
-        gradients = sum(shards if self._in_backward is None else sorted(shards)[-2:])
+        # Stepped in backward, each is gone before the next one comes.
+        gradients = sum(shards) if self._in_backward is None else max(shards, default=0)
         waiting = self.transport.waiting_nbytes(max(self.bucket_nbytes(), default=0))
         state = self.share.state_nbytes + sum(slot.nbytes for slot in self.share.slots)
         if self.share.masters is not None:
