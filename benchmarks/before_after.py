@@ -27,8 +27,8 @@ It starts its own ranks; run it from the root of a clone on an otherwise idle ma
   python benchmarks/before_after.py --before COMMIT       about six minutes on two cores
   python benchmarks/before_after.py --before COMMIT --quick    toy sizes, seconds
 
-Results go to benchmarks/results/before_after.md and .json (--quick: the same names in benchmarks/results/quick/, which
-git ignores). Exit status: 0 if nothing is slower than the limit, 1 if something is, 2 if a rank failed or bits differ.
+Results go to benchmarks/results/before_after_COMMIT.md and .json (--quick: the same names in benchmarks/results/quick/,
+which git ignores). Exit status: 0 if nothing is slower than the limit, 1 if something is, 2 if a rank failed or bits differ.
 """
 
 METHOD = """\
@@ -49,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--before", required=True, help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--most", type=float, default=MOST, help=f"the highest ratio that is wanted (default: {MOST})")
     parser.add_argument("--quick", action="store_true", help="toy sizes, 2 rounds; numbers mean nothing")
     return parser.parse_args()
 
@@ -111,11 +112,11 @@ def main() -> int:
         tuple((setting, f"{1e3 * now.median:.1f}", *ratio.cells()) for setting, now, ratio in rows),
     )
     report = Report(
-        name="before_after",
+        name=f"before_after_{arguments.before}",
         title="Now and before, on CPUs",
         method=METHOD.format(ranks=RANKS, commit=arguments.before),
         grids=(grid,),
-        targets=tuple(Target(f"{setting}: now / before", MOST, ratio.median) for setting, _, ratio in rows),
+        targets=tuple(Target(f"{setting}: now / before", arguments.most, ratio.median) for setting, _, ratio in rows),
         raw={"launches": results},
     )
     return report.publish(console, quick=arguments.quick)
