@@ -28,7 +28,8 @@ It starts its own ranks; run it from the root of a clone on an otherwise idle ma
   python benchmarks/before_after.py --before COMMIT --quick    toy sizes, seconds
 
 Results go to benchmarks/results/before_after_COMMIT.md and .json (--quick: the same names in benchmarks/results/quick/,
-which git ignores). Exit status: 0 if nothing is slower than the limit, 1 if something is, 2 if a rank failed or bits differ.
+which git ignores). Exit status: 0 if nothing is slower than the limit, 1 if something is, 2 if a rank failed or bits
+differ.
 """
 
 METHOD = """\
