@@ -154,7 +154,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
 
     def _why_uneven(self, plan: Plan) -> str | None:
         asked = self._config.layout is Layout.WHOLE
-        return None if asked else why_uneven(self._class, self._layouts, self._elementwise, plan.held())
+        return None if asked else why_uneven(self._class, self._layouts, self._elementwise, plan)
 
     @property
     def model(self) -> nn.Module:

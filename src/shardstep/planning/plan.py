@@ -170,7 +170,17 @@ class Bucket:
     @property
     def splits(self) -> tuple[int, ...]:
         """How many elements of parameters each rank holds."""
-        return tuple(sum(piece.numel for piece in self.pieces_of(rank)) for rank in range(self.ranges.count))
+        held = [0] * self.ranges.count
+        for rank, numel in self.holdings():
+            held[rank] += numel
+        return tuple(held)
+
+    def holdings(self) -> Iterator[tuple[int, int]]:
+        """Ranks, and elements that they hold; of whole parameters not of every rank."""
+        if isinstance(self.ranges, WholeRanges):
+            yield from zip(self.ranges.holders, (s.stop - s.start for s in self.segments), strict=True)
+        else:
+            yield from ((piece.rank, piece.numel) for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +203,11 @@ class Plan:
 
     def held(self) -> list[int]:
         """Elements held by each rank, frozen ones included."""
-        rows = [bucket.splits for bucket in chain(self.buckets, self.parked)]
-        return [sum(column) for column in zip(*rows, strict=True)] or [0] * self.world_size
+        held = [0] * self.world_size
+        for bucket in chain(self.buckets, self.parked):
+            for rank, numel in bucket.holdings():
+                held[rank] += numel
+        return held
 
     def holders(self) -> list[int]:
         """The rank that holds each parameter; for plans of whole parameters."""

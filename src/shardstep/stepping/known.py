@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardstep.planning import Layout
+from shardstep.planning import Layout, Plan
 from shardstep.stepping.local_optimizer import class_of, is_of_torch, qualified_name
 from shardstep.stepping.probe import Finding, probe
 from shardstep.stepping.several import required, without_class
@@ -79,12 +79,12 @@ def choose_layouts(
     return [layout for layout, _ in rows], [elementwise for _, elementwise in rows]
 
 
-def why_uneven(
-    optimizer_class: Any, layouts: Sequence[Layout], elementwise: Sequence[bool], held: Sequence[int]
-) -> str | None:
-    """If a whole parameter is too much for one rank, and could be cut; `held` are the elements of each rank."""
-    could_be_cut = any(layout is Layout.WHOLE and flag for layout, flag in zip(layouts, elementwise, strict=True))
-    if not (could_be_cut and is_uneven(held)):
+def why_uneven(optimizer_class: Any, layouts: Sequence[Layout], elementwise: Sequence[bool], plan: Plan) -> str | None:
+    """If a whole parameter is too much for one rank, and could be cut."""
+    if not any(layout is Layout.WHOLE and flag for layout, flag in zip(layouts, elementwise, strict=True)):
+        return None
+    held = plan.held()  # of thousands of ranks, so not before it is needed
+    if not is_uneven(held):
         return None
     return (
         f"{qualified_name(optimizer_class)} is not known to treat every element alone, so parameters are not cut: "
