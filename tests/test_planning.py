@@ -364,3 +364,21 @@ def test_buckets_are_launched_once_each_and_in_order(specs, random, world_size, 
         launched.extend(order.left())
         order.end()
         assert launched == list(range(len(plan.buckets)))
+
+
+def test_hooks_of_another_thread_count_only_what_has_begun():
+    """A parameter is awaited when everything is ready to count it: hooks of another device take no lock."""
+    order = LaunchOrder([[0, 1], [2]])
+
+    class Watched(set):
+        def update(self, *values):
+            assert order._missing == [2, 1, -1]
+            super().update(*values)
+
+    order._awaited = Watched()
+    for _ in range(2):
+        order.begin()
+        assert order._awaited == {0, 1, 2}
+        order.note(0)
+        order.launched()
+        order.end()

@@ -6,6 +6,7 @@ import gc
 import weakref
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, NormScaled, batch, loss_of
 from shardstep import Layout, ShardConfig
+from shardstep.gradients.passes import GradientPass
 from training import assert_ranks_equal, raised
 
 
@@ -218,3 +220,29 @@ def lets_go_of_the_old_plan() -> None:
 
 def test_an_old_plan_is_not_kept(workers):
     workers(2).run(lets_go_of_the_old_plan)
+
+
+def keeps_as_many_shards_as_predicted(collectives: bool) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    config = ShardConfig(bucket_mb=16 * 17 * 4 / 1e6, step="backward")
+    with by_collectives() if collectives else nullcontext():
+        opt = shardstep.shard(model, optim.AdamW, lr=0.01, config=config)
+    most, launch = 0, GradientPass._launch
+
+    def watched(self: GradientPass, *args: Any) -> None:
+        nonlocal most
+        launch(self, *args)
+        most = max(most, sum(shard.nbytes for shard in self.shards if shard is not None))
+
+    with mock.patch.object(GradientPass, "_launch", watched):
+        for step in range(3):
+            model(torch.full((2, 16), 0.1 * step)).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+    assert most == opt._engine._gradient_nbytes() < sum(bucket.own.nbytes for bucket in opt._engine._memory.buckets) / 3
+
+
+@pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_as_many_shards_are_alive_as_is_predicted(workers, ranks, collectives):
+    workers(ranks).run(keeps_as_many_shards_as_predicted, collectives, timeout=60)

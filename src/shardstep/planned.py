@@ -5,6 +5,7 @@ When the facts change (a parameter is frozen, a group is added) a new plan is ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -189,9 +190,7 @@ class Planned:
 
     def predicted_nbytes(self) -> int:
         """What this rank needs at most between two steps, beside activations: by the plan, not by what was measured."""
-        shards = [bucket.own.nbytes for bucket in self._memory.buckets]
-        # Stepped in backward, each is gone before the next one comes.
-        gradients = sum(shards) if self._in_backward is None else max(shards, default=0)
+        gradients = self._gradient_nbytes()
         waiting = self.transport.waiting_nbytes(max(self.bucket_nbytes(), default=0))
         state = self.share.state_nbytes + sum(slot.nbytes for slot in self.share.slots)
         if self.share.masters is not None:
@@ -200,6 +199,14 @@ class Planned:
             widened = [sum(masters[number].nbytes for number in group if number in masters) for group in self._together]
             waiting = max(waiting, *widened)
         return sum(self.bucket_nbytes()) + state + gradients + int(min(waiting, sum(self.bucket_nbytes())))
+
+    def _gradient_nbytes(self) -> int:
+        """Of shards that are alive at one time. Stepped in backward, if all are used: those of buckets on their way."""
+        shards = sorted((bucket.own.nbytes for bucket in self._memory.buckets), reverse=True)
+        largest, most = max(self.bucket_nbytes(), default=0), self.transport.in_flight_nbytes
+        if self._in_backward is None or not largest or (most == math.inf and self.channel.world_size > 1):
+            return sum(shards)
+        return sum(shards[: max(1, int(min(most / largest, 2)))])
 
 
 def params_of(groups: ParamGroups) -> list[torch.Tensor]:

@@ -71,9 +71,10 @@ class LaunchOrder:
 
     def begin(self) -> None:
         """A backward pass begins."""
-        self._awaited.update(self._buckets_of)
         self._missing[:] = [*self._sizes, -1]  # after the last bucket comes one that is never complete
         self._next = 0
+        # Last: from here on hooks count, and those of another device run on a thread of their own.
+        self._awaited.update(self._buckets_of)
 
     def hook(self, param: int, act: Callable[[int], None]) -> Callable[[torch.Tensor], None]:
         """For autograd: `act` is called where a gradient makes a bucket `due`, or is not awaited: no pass has begun.

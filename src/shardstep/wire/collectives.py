@@ -252,7 +252,7 @@ class CollectiveReduction:
         *,
         widens: bool,
     ) -> None:
-        """`widens`: the mean may be in another dtype than what is sent."""
+        """`widens`: `reduce` gives the mean in the shard's dtype, whatever was sent."""
         self._lane, self._trips, self._memory, self._number = lane, trips, memory, number
         self._shard_of, self._wire_dtype, self._reduce = shard_of, wire_dtype, reduce
         self._widens = widens
