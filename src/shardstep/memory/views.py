@@ -17,9 +17,8 @@ quickly: Any = torch._C.DisableTorchFunctionSubclass
 
 
 _tensor: Any = torch.Tensor
-_set_data: Any = (
-    _tensor.data.__set__
-)  # not by the parameter's own class, which tells the optimizer of writes (guard.py)
+# Not by the parameter's own class, which tells the optimizer of writes (guard.py).
+_set_data: Any = _tensor.data.__set__
 
 
 def move_in(param: torch.Tensor, view: torch.Tensor, remedy: str) -> None:
