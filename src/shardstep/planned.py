@@ -43,7 +43,9 @@ class Planned:
     def __init__(self, model: nn.Module, channel: Channel, recipe: Recipe, config: ShardConfig) -> None:
         self._model, self.channel, self._recipe, self._config = model, channel, recipe, config
         params = list(model.parameters())
-        self.transport = open_transport(channel, params, self, ordered_sums=config.ordered_sums)
+        self.transport = open_transport(
+            channel, params, self, ordered_sums=config.ordered_sums, awaited_singly=config.gather == "overlap"
+        )
         self.turns = Turns(channel)
         self.transport.before_waiting(self.turns.check)
         self._costs = StepCosts(channel, recipe.optimizer_class, recipe.defaults)

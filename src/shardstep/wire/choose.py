@@ -20,9 +20,16 @@ from shardstep.wire.transport import Transport
 
 
 def open_transport(
-    channel: Channel, tensors: Sequence[torch.Tensor], owner: Any | None = None, *, ordered_sums: bool = False
+    channel: Channel,
+    tensors: Sequence[torch.Tensor],
+    owner: Any | None = None,
+    *,
+    ordered_sums: bool = False,
+    awaited_singly: bool = False,
 ) -> Transport:
     """For what lies on the devices of `tensors`. Called on all ranks.
+
+    `awaited_singly`: parameters are used as they come, bucket by bucket, and not when all are there.
 
     `owner` issues collectives in an order of its own (in backward): it gets a communicator that no other owner has
     while it lives. Without one, everything is issued in the order of the program, and the group itself will do.
@@ -37,7 +44,9 @@ def open_transport(
         else:
             known = _communicators_of(channel)
             group = channel.group if owner is None else known.take_free(channel, kind, owner)
-            found[kind] = Collectives(channel, group, device, known.are_shared, ordered_sums=ordered_sums)
+            found[kind] = Collectives(
+                channel, group, device, known.are_shared, ordered_sums=ordered_sums, awaited_singly=awaited_singly
+            )
     return next(iter(found.values())) if len(found) == 1 else ByDevice(found)
 
 

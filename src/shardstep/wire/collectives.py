@@ -7,7 +7,10 @@ fill their buckets in different orders, and the gradients of one would land in t
 
 [Note: buckets] A call costs the host 45 to 60 microseconds, and links are used best by tens of megabytes. So a bucket
 has 64 MB; of a small model less, so that there are about five, and of a large one more, so that there are not many more
-than fifty: the two buckets that may be in memory beside the model are then a twenty-fifth of it.
+than fifty: the two buckets that may be in memory beside the model are then a twenty-fifth of it. Where the next forward
+waits for one bucket after the other there are three times as many of a small model, each sent by itself: what computes
+next waits for less. A GPT of 124 M in bf16 on two ranks takes 0.96 of DDP's time with buckets of 16 MB, and 1.00 to
+1.02 with 64.
 
 [Note: uneven ranges] Whole matrices cannot be cut into equal ranges, and padded to equal ones a GPT over 8 ranks would
 send four times its bytes. So they go by one broadcast, or one reduction, from or to each rank that holds something, all
@@ -32,6 +35,8 @@ from shardstep.wire.collective_gathers import EqualRangeGather, MessageGather, W
 from shardstep.wire.lane import Lane, Trip
 from shardstep.wire.tensors import IN_PLACE_NBYTES, as_bytes, broadcast_tensors
 from shardstep.wire.transport import (
+    FEW,
+    FEW_AWAITED,
     BucketSizes,
     Check,
     Gather,
@@ -60,10 +65,18 @@ class Collectives:
     part_nbytes = math.inf
 
     def __init__(
-        self, channel: Channel, group: Any, device: torch.device, others: Callable[[], bool], *, ordered_sums: bool
+        self,
+        channel: Channel,
+        group: Any,
+        device: torch.device,
+        others: Callable[[], bool],
+        *,
+        ordered_sums: bool,
+        awaited_singly: bool,
     ) -> None:
-        """`others`: whether another optimizer of this group is alive."""
+        """`others`: whether another optimizer of this group is alive. `awaited_singly`: a forward waits for buckets."""
         self._channel, self._group, self._others, self._ordered = channel, group, others, ordered_sums
+        self._awaited_singly = awaited_singly
         self._lane = Lane(device)
         self._largest = 0
         self._trips: list[Trip] = []
@@ -150,7 +163,7 @@ class Collectives:
         return total
 
     def bucket_sizes(self, total: int) -> BucketSizes:
-        return few_large_buckets(total)
+        return few_large_buckets(total, FEW_AWAITED if self._awaited_singly else FEW)
 
     def in_place_nbytes(self, device: torch.device) -> float:
         del device
@@ -174,9 +187,10 @@ class Collectives:
         ]
 
     def send(self, gathers: Sequence[Gather]) -> None:
-        """In one launch, which costs the host a fraction of as many."""
+        """In one launch, which costs the host a fraction of as many, if nobody waits for one of them alone."""
         ranges = [gather for gather in gathers if isinstance(gather, EqualRangeGather) and gather.whole.numel()]
-        if len(ranges) < 2 or len(ranges) != len(gathers) or not self._coalesces(ranges[0].whole.device):
+        alone = self._awaited_singly or len(ranges) < 2 or len(ranges) != len(gathers)
+        if alone or not self._coalesces(ranges[0].whole.device):
             send_each(gathers)
             return
         with self._lane.trip() as trip:

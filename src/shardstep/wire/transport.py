@@ -212,12 +212,13 @@ def send_each(gathers: Sequence[Gather]) -> None:
 
 LEAST_MB, USUAL_MB, MOST_MB = 8.0, 64.0, 128.0
 FEW, MANY = 3.4, 48  # buckets of usual size: of a small model, so that few calls are made late; and of a large one
+FEW_AWAITED = 15  # of a small model, if a forward waits for each of them
 END = 0.25  # of the usual size
 
 
-def few_large_buckets(total: int) -> BucketSizes:
+def few_large_buckets(total: int, few: float = FEW) -> BucketSizes:
     """Where each bucket costs the host a call or more; `total` are the bytes of the model."""
-    usual = min(USUAL_MB * 1e6, max(LEAST_MB * 1e6, total / FEW))
+    usual = min(USUAL_MB * 1e6, max(LEAST_MB * 1e6, total / few))
     usual = max(usual, min(MOST_MB * 1e6, total / MANY))
     return BucketSizes(usual, END * usual)
 
