@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -44,10 +46,23 @@ def open_transport(
         else:
             known = _communicators_of(channel)
             group = channel.group if owner is None else known.take_free(channel, kind, owner)
+            if kind == "cuda" and known.are_shared():
+                _warn_of_one_queue()
             found[kind] = Collectives(
                 channel, group, device, known.are_shared, ordered_sums=ordered_sums, awaited_singly=awaited_singly
             )
     return next(iter(found.values())) if len(found) == 1 else ByDevice(found)
+
+
+def _warn_of_one_queue() -> None:
+    """Ranks may reduce two models' buckets in different orders, each waiting for what the other has not begun."""
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        warnings.warn(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 lets one kernel wait for another of the same process, and there are two "
+            "sharded models: if one backward pass goes through both, and ranks use different layers, it hangs. Unset "
+            "it, or give each model a backward pass of its own",
+            stacklevel=5,
+        )
 
 
 class _Communicators:

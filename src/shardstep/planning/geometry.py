@@ -1,0 +1,78 @@
+"""Boxes: how elements that lie side by side in a flattened tensor look in the tensor's own shape.
+
+A checkpoint knows shapes and nothing of ranks. So what a rank holds, a range of a flattened parameter, is written as
+blocks of that parameter: at most 2n - 1 of them for n dimensions, and each lies in one piece in the range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # where in the flattened tensor its elements begin; they lie side by side
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Elements [start, stop) of a tensor of this shape, in order. Of a tensor without elements: all of it."""
+    if not math.prod(shape):
+        yield Box((0,) * len(shape), tuple(shape), 0)
+    elif start < stop:
+        yield from _boxes(tuple(shape), start, stop, (), 0)
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int, row: tuple[int, ...], origin: int) -> Iterator[Box]:
+    """`row` are the indices in the dimensions before those of `shape`, `origin` where its elements begin."""
+    ones = (1,) * len(row)
+    if not shape:
+        yield Box(row, ones, origin)
+        return
+    inner = math.prod(shape[1:])
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+    if first == last:  # within one row
+        yield from _boxes(shape[1:], head, tail, (*row, first), origin + first * inner)
+        return
+    if head:
+        yield from _boxes(shape[1:], head, inner, (*row, first), origin + first * inner)
+        first += 1
+    if first < last:
+        offsets = (*row, first, *(0,) * (len(shape) - 1))
+        yield Box(offsets, (*ones, last - first, *shape[1:]), origin + first * inner)
+    if tail:
+        yield from _boxes(shape[1:], 0, tail, (*row, last), origin + last * inner)
+
+
+def split(box: Box, most: int) -> Iterator[Box]:
+    """The same elements in boxes of at most `most` elements each, as far as whole rows allow it."""
+    wide = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
+    if box.numel <= most or wide is None:
+        yield box
+        return
+    inner = math.prod(box.sizes[wide + 1 :])
+    rows = max(1, most // inner)
+    for begin in range(0, box.sizes[wide], rows):
+        count = min(rows, box.sizes[wide] - begin)
+        part = Box(
+            (*box.offsets[:wide], box.offsets[wide] + begin, *box.offsets[wide + 1 :]),
+            (*box.sizes[:wide], count, *box.sizes[wide + 1 :]),
+            box.start + begin * inner,
+        )
+        yield from split(part, most) if part.numel > most else [part]
+
+
+def reordered(box: Box, order: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of a box in a tensor whose dims `order` (slowest first) are those of the box."""
+    places = [order.index(dim) for dim in range(len(order))]
+    return tuple(box.offsets[place] for place in places), tuple(box.sizes[place] for place in places)
