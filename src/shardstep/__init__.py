@@ -4,6 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardstep.checkpoint.loading import load
+    from shardstep.checkpoint.saving import save
     from shardstep.config import ShardConfig
     from shardstep.planning import Layout
     from shardstep.sharded_optimizer import ShardedOptimizer, shard
@@ -11,13 +13,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Layout", "ShardConfig", "ShardedOptimizer", "ZeroRedundancyOptimizer", "shard"]
+__all__ = ["Layout", "ShardConfig", "ShardedOptimizer", "ZeroRedundancyOptimizer", "load", "save", "shard"]
 
 _HOME = {
     "Layout": "shardstep.planning",
     "ShardConfig": "shardstep.config",
     "ShardedOptimizer": "shardstep.sharded_optimizer",
     "ZeroRedundancyOptimizer": "shardstep.zero_redundancy_optimizer",
+    "load": "shardstep.checkpoint.loading",
+    "save": "shardstep.checkpoint.saving",
     "shard": "shardstep.sharded_optimizer",
 }
 

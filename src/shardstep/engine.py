@@ -23,7 +23,7 @@ from shardstep.memory.traced import is_profiled, named
 from shardstep.memory.views import move_out, span_of
 from shardstep.owners import check_unowned
 from shardstep.planned import ParamGroups, Planned, params_of, trainable_of
-from shardstep.planning import read_specs
+from shardstep.planning import Piece, read_specs
 from shardstep.report import Group, Report, exchange, holding_of, sent_by_ddp
 from shardstep.state.audit import Audit
 from shardstep.state.handing_over import hand_over
@@ -277,6 +277,18 @@ class Engine(Planned):
             self._give_all("the end of ema()", average.swap_out)
             if self._in_backward is not None:
                 self._in_backward.paused = False
+
+    def take_weights(self, weights: Mapping[Piece, torch.Tensor]) -> None:
+        """This rank's pieces become these values, and all ranks get them. On all ranks."""
+        self._give_all("load", lambda: self._take(weights))
+
+    @torch.no_grad()
+    def _take(self, weights: Mapping[Piece, torch.Tensor]) -> None:
+        self._memory.adopt()
+        for bucket in self._memory.buckets:
+            for piece, offset in bucket.placed:
+                if piece in weights:
+                    bucket.own[offset : offset + piece.numel].copy_(weights[piece])
 
     def _give_all(self, action: str, change: Callable[[], None]) -> None:
         """Change this rank's share, on all ranks, and give it to everyone."""

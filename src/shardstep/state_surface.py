@@ -82,6 +82,12 @@ class StateSurface(Optimizer):
         for last in self._optimizer_load_state_dict_post_hooks.values():
             last(self)
 
+    def check_whole(self, what: str) -> None:
+        """Raise where ranks hold something else than the weights and the state of the last step."""
+        self._check_not_averaged()
+        self._engine.check_not_joined(what)
+        self._engine.check_not_stepped(what)
+
     def _check_not_averaged(self) -> None:
         if self._is_averaged:
             raise RuntimeError("inside ema() the model has averages of its weights: step, load and add groups outside")

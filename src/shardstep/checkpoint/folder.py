@@ -36,7 +36,9 @@ def begin(path: Path, token: str, *, sweep: bool) -> Path:
     """An empty folder to write to. What earlier attempts left is removed: of this name, or with `sweep` of any."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not (path / MANIFEST).is_file() and any(path.iterdir()):
-        raise ValueError(f"{path} is a folder of something else: give a checkpoint a name of its own, {path / 'step-1'}")
+        raise ValueError(
+            f"{path} is a folder of something else: give a checkpoint a name of its own, {path / 'step-1'}"
+        )
     for left in path.parent.glob(f".*{_PARTIAL}*" if sweep else f".{path.name}{_PARTIAL}*"):
         shutil.rmtree(left, ignore_errors=True)
     made = partial_of(path, token)

@@ -24,7 +24,18 @@ _MOST_WORDS = 4  # of how many ranks an error says what they have
 # Errors are sent as a name and a text, and made again from this list: nothing that a peer sent is ever executed.
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
-    for error in (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+    for error in (
+        AttributeError,
+        IndexError,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        OSError,
+        FileNotFoundError,
+        PermissionError,
+    )
 }
 
 

@@ -238,6 +238,15 @@ def hosts_of(group: Any, backends: dict[str, str]) -> Hosts:
     return hosts
 
 
+def separate_hosts(group: Any, purpose: str) -> Hosts:
+    """Connections of their own between the hosts of a group, for another thread. Made on all of its ranks."""
+    name = f"{purpose}/{group.group_name}"
+    _generations[name] += 1
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    meeting = f"shardstep/{name}/{_generations[name]}"
+    return Hosts(rank, world_size, *_make_levels(meeting, rank, world_size, timeout_of(group)))
+
+
 def _make_levels(meeting: str, rank: int, world_size: int, timeout: timedelta) -> tuple[list[Any], Any | None]:
     """Groups of FAN neighbours, then of the first of each FAN, until one group is all: those that `rank` is in.
 

@@ -1,0 +1,248 @@
+"""Loading: each rank reads what it will hold, into memory of its own; when all have it, it becomes the model's."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardstep.checkpoint.background import finish_last
+from shardstep.checkpoint.contents import (
+    MODEL,
+    Entry,
+    dealt,
+    model_entries,
+    shared_entries,
+    unwrapped,
+    wish_for_whole,
+)
+from shardstep.checkpoint.folder import Found, checksum_problems, find, size_problems
+from shardstep.checkpoint.manifest import Contents, read_contents, read_manifest
+from shardstep.checkpoint.options import group_problems, warn_of_options
+from shardstep.checkpoint.ranks import Ranks
+from shardstep.checkpoint.storage import Wish, read_wishes
+from shardstep.checkpoint.together import ranks_of
+from shardstep.checkpoint.trainers import Loading, trainer_of
+from shardstep.state.wire_format import Reader
+from shardstep.stepping.average import AVERAGE
+
+
+class Extra(dict[str, Any]):
+    """What `save` was given as `extra`. `own` is this rank's `extra_of_rank`, or None on another number of ranks."""
+
+    own: dict[str, Any] | None
+    path: Path  # which checkpoint it was
+
+
+def load(path: str | Path, model: nn.Module, optimizer: Any = None, *, strict: bool = True) -> Extra:
+    """Load a checkpoint, or the newest complete one in a folder of them. Called on all ranks, of any number.
+
+        extra = shardstep.load("run", model, opt)
+        scheduler.load_state_dict(extra["scheduler"])
+
+    Returns the `extra` that was saved. The optimizer may be of any kind and layout that `save` takes. What does not fit
+    is refused, with everything that is missing, unexpected or of another shape; with `strict=False` what fits is
+    loaded. If a rank fails, all raise, and the model and its optimizer are as they were.
+
+    Every file's checksum is compared first. In a folder a damaged checkpoint is passed over, with a warning.
+    """
+    finish_last()
+    ranks = ranks_of(optimizer)
+    found = _choose(Path(path).absolute(), ranks)
+    contents, extra, failure = None, Extra(), None
+    loading, shared = Loading(), []
+    entries: Sequence[Entry] = ()
+    others: Mapping[str, Any] = {}
+    bare = unwrapped(model)
+    try:
+        contents = read_contents(found.path)
+        entries, _ = model_entries(bare)
+        trainer: Any = None if optimizer is None else trainer_of(optimizer, bare, ranks.rank, ranks.world_size)
+        groups = list(_read_text(found, contents, contents.groups, "optim.options")["groups"])
+        names = _check(found, contents, entries, trainer, groups, strict=strict)
+        told = _read_text(found, contents, contents.extra, "extra")
+        extra, others = Extra(told["extra"]), told["model"]
+        extra.path, extra.own = found.path, _own_extra(found, contents, ranks)
+        if trainer is not None:
+            loading = trainer.load(contents, groups, names)
+        shared = _shared(contents, entries, trainer, ranks)
+        wishes = [
+            *loading.wishes,
+            *(wish_for_whole(MODEL + entry.key, staged) for entry, _, staged in shared if staged is not None),
+        ]
+        read_wishes(found.path, contents.tensors, wishes)
+    except Exception as error:
+        failure = error
+    ranks.agree("load", failure, f"path={found.path}", f"strict={strict}")
+    _commit(ranks, shared, loading)
+    if others:
+        bare.load_state_dict(dict(others), strict=False)
+    return extra
+
+
+def _commit(ranks: Ranks, shared: Sequence[tuple[Entry, int, torch.Tensor | None]], loading: Loading) -> None:
+    with torch.no_grad():
+        for entry, owner, staged in shared:
+            tensor = entry.tensor.detach()
+            if staged is not None:
+                tensor.copy_(staged)
+            ranks.give(tensor, owner)
+    loading.commit()
+
+
+def _shared(
+    contents: Contents, entries: Sequence[Entry], trainer: Any, ranks: Ranks
+) -> list[tuple[Entry, int, torch.Tensor | None]]:
+    """What every rank has and one reads for all: the entry, who reads it, and on that rank memory for it."""
+    rows = zip(shared_entries(entries, trainer), dealt(entries, trainer, ranks.world_size), strict=True)
+    return [
+        (entry, owner, torch.empty_like(entry.tensor, requires_grad=False) if owner == ranks.rank else None)
+        for entry, owner in rows
+        if MODEL + entry.key in contents.tensors and contents.tensors[MODEL + entry.key].shape == entry.tensor.shape
+    ]
+
+
+# -- which one ---------------------------------------------------------------------------------------------------------
+
+
+def _choose(path: Path, ranks: Ranks) -> Found:
+    """The same on every rank: the newest of those that `path` may mean that is whole."""
+    names, failure = "", None
+    try:
+        if ranks.rank == 0:
+            names = json.dumps([str(one.path) for one in _found_at(path)])
+    except Exception as error:
+        failure = error
+    ranks.agree("load", failure)
+    candidates = json.loads(ranks.told(names))
+    for number, name in enumerate(candidates):
+        try:
+            return _whole(Path(name), ranks)
+        except (RuntimeError, ValueError, OSError) as error:
+            if number + 1 == len(candidates):
+                raise
+            warnings.warn(f"passed over: {error}", stacklevel=4)
+    raise AssertionError("one at least was found")
+
+
+def _found_at(path: Path) -> list[Found]:
+    found, problems = find(path)
+    if found:
+        for problem in problems:
+            warnings.warn(f"passed over: {problem}", stacklevel=5)
+        return found
+    if problems:
+        raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(problems))
+    if (path / ".metadata").is_file():
+        raise ValueError(
+            f"{path} was written by torch.distributed.checkpoint and not by shardstep.save: "
+            f"`shardstep convert {path} DST --to dcp` makes one of it that can be loaded"
+        )
+    raise FileNotFoundError(f"there is no complete checkpoint at {path}" + _near(path))
+
+
+def _near(path: Path) -> str:
+    if path.is_dir():
+        return ": it has no manifest.json, and nor has any folder in it"
+    there = sorted(one.name for one in path.parent.iterdir())[:8] if path.parent.is_dir() else []
+    return f"; {path.parent} has {', '.join(there)}" if there else ""
+
+
+def _whole(path: Path, ranks: Ranks) -> Found:
+    """Raise on all ranks if a file is missing, truncated or damaged; the ranks share the reading."""
+    failure, found = None, None
+    try:
+        found = Found(path, read_manifest(path))
+        problems = list(size_problems(found))
+        if not problems:
+            names = sorted(found.manifest.files)
+            problems = list(checksum_problems(found, names[ranks.rank :: ranks.world_size]))
+        if problems:
+            raise RuntimeError("; ".join(problems))
+    except Exception as error:
+        failure = error
+    ranks.agree("load", failure)
+    assert found is not None, "agreed"
+    return found
+
+
+# -- whether it fits ---------------------------------------------------------------------------------------------------
+
+
+def _check(
+    found: Found,
+    contents: Contents,
+    entries: Sequence[Entry],
+    trainer: Any,
+    groups: list[dict[str, Any]],
+    *,
+    strict: bool,
+) -> set[str]:
+    """The parameters whose state is loaded; ValueError with all that does not fit."""
+    problems = list(_model_problems(contents, entries))
+    known = set(contents.parameters)
+    own = {} if trainer is None else dict(trainer.parameters)
+    if trainer is not None:
+        problems += _optimizer_problems(contents, own)
+        problems += group_problems(groups, trainer.groups(), known)
+    if problems and strict:
+        raise ValueError(f"{found.path} does not fit:\n  " + "\n  ".join(problems) + "\nstrict=False loads what fits")
+    if trainer is not None:
+        warn_of_options(groups, trainer.groups())
+        _warn_of_average(contents, trainer)
+    return {name for name in own if name in known and own[name].shape == contents.parameters[name].shape}
+
+
+def _model_problems(contents: Contents, entries: Sequence[Entry]) -> Iterator[str]:
+    own, saved = {entry.key: tuple(entry.tensor.shape) for entry in entries}, set(contents.model)
+    yield from _names("missing in the checkpoint", [key for key in own if key not in saved])
+    yield from _names("not in this model", [key for key in contents.model if key not in own])
+    for key in contents.model:
+        if key in own and contents.tensors[MODEL + key].shape != own[key]:
+            yield f"{key} has shape {contents.tensors[MODEL + key].shape} in the checkpoint, and {own[key]} here"
+
+
+def _optimizer_problems(contents: Contents, own: Mapping[str, Any]) -> Iterator[str]:
+    if not contents.parameters:
+        yield "it was saved without an optimizer"
+        return
+    yield from _names("trained here, and not when it was saved", [n for n in own if n not in contents.parameters])
+    yield from _names("trained when it was saved, and not here", [n for n in contents.parameters if n not in own])
+
+
+def _names(what: str, names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+        yield f"{what}: {', '.join(names[:12])}{more}"
+
+
+def _warn_of_average(contents: Contents, trainer: Any) -> None:
+    saved = any(AVERAGE in parameter.state for parameter in contents.parameters.values())
+    if saved and not trainer.has_average:
+        warnings.warn(
+            "the checkpoint has averages of the weights, and this optimizer keeps none: they are not loaded",
+            stacklevel=5,
+        )
+    elif trainer.has_average and not saved and contents.parameters:
+        warnings.warn("the checkpoint has no averages of the weights: they begin with the weights", stacklevel=5)
+
+
+# -- what is no tensor of the model or its state -----------------------------------------------------------------------
+
+
+def _read_text(found: Found, contents: Contents, text: str, prefix: str) -> Any:
+    reader = Reader(text)
+    wishes = [Wish(f"{prefix}.{number}", (0,), target) for number, target in enumerate(reader.landing)]
+    read_wishes(found.path, contents.tensors, wishes)
+    return reader.state
+
+
+def _own_extra(found: Found, contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
+    if contents.world_size != ranks.world_size:
+        return None
+    return dict(_read_text(found, contents, contents.extra_of_ranks[ranks.rank], f"extra_of_rank.{ranks.rank}"))

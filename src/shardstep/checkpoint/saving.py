@@ -1,0 +1,230 @@
+"""Saving: every rank writes what it holds, all at once; then the first makes a checkpoint of it, or nobody does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardstep
+from shardstep.checkpoint.background import Saving, finish_last, stage, start
+from shardstep.checkpoint.contents import MODEL, Entry, Holding, model_entries, model_parts, unwrapped
+from shardstep.checkpoint.folder import begin, commit, next_sequence, partial_of, prune, write_durably
+from shardstep.checkpoint.manifest import (
+    CONTENTS,
+    MANIFEST,
+    Contents,
+    Manifest,
+    Parameter,
+    StoredTensor,
+    WrittenFile,
+    stored_tensor,
+)
+from shardstep.checkpoint.ranks import Ranks
+from shardstep.checkpoint.storage import Part, join_chunks, metadata_bytes, write_parts
+from shardstep.checkpoint.together import ranks_of
+from shardstep.checkpoint.trainers import trainer_of
+from shardstep.planning import ParamSpec
+from shardstep.state.wire_format import encode
+
+Verdict = Callable[[Exception | None], None]  # raises on every rank if one failed
+
+
+@dataclass
+class Job:
+    """What one rank has to write."""
+
+    parts: list[Part]
+    held: Holding
+    parameters: Mapping[str, ParamSpec]
+    groups: str
+    model: Sequence[Entry]
+    extra: str
+    own: str  # what is this rank's alone
+    digest: str  # of what must be the same on every rank
+
+    def write(self, folder: Path, rank: int) -> None:
+        """This rank's file, and a text that says what is in it."""
+        tensors, files = write_parts(folder, rank, self.parts)
+        values = {name: encode(entry)[0] for name, entry in self.held.values.items()}
+        text = {
+            "tensors": {key: asdict(tensor) for key, tensor in tensors.items()},
+            "files": {name: asdict(file) for name, file in files.items()},
+            "state": {name: sorted(keys) for name, keys in self.held.state.items()},
+            "values": values,
+            "own": self.own,
+        }
+        write_durably(folder / _part_name(rank), json.dumps(text, separators=(",", ":")))
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Any = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    extra_of_rank: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> Saving | None:
+    """Save a model and its optimizer as the checkpoint `path`. Called on all ranks; each writes its part.
+
+        shardstep.save("run/step-1000", model, opt, extra={"step": 1000, "scheduler": scheduler.state_dict()}, keep=3)
+
+    `optimizer` is a sharded one, the drop-in, any other of torch's, or None. `extra` is the same on all ranks,
+    `extra_of_rank` is a rank's own (the state of its random numbers): numbers, texts, lists, dicts and tensors. `keep`:
+    of the checkpoints beside `path`, its own included, so many newest ones stay. `asynchronous` returns as soon as this
+    rank's part is copied, and what is saved is the model of this moment; the next save waits for this one and raises if
+    it failed, as does `wait()` of what is returned.
+
+    If a rank fails, all raise, and what was there before is there still. Anything readable at `path` is replaced only
+    by a complete checkpoint.
+    """
+    finish_last()
+    target, ranks = Path(path).absolute(), ranks_of(optimizer)
+    job, failure = None, None
+    try:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep must be a number of checkpoints, at least 1, got {keep!r}")
+        job = _collect(unwrapped(model), optimizer, ranks, extra or {}, extra_of_rank or {})
+    except Exception as error:
+        failure = error
+    digest = "" if job is None else job.digest
+    ranks.agree("save", failure, f"path={target}", f"keep={keep}", f"asynchronous={asynchronous}", digest)
+    assert job is not None, "agreed"
+    token = ranks.told(secrets.token_hex(4))
+    failure = None
+    try:
+        if ranks.rank == 0:
+            begin(target, token, sweep=keep is not None)
+    except Exception as error:
+        failure = error
+    ranks.agree("save", failure)
+
+    def write(verdict: Verdict) -> None:
+        _write(job, target, token, ranks, keep, verdict)
+
+    if asynchronous:
+        job.parts, memory = stage(job.parts)
+        return start(ranks, write, memory)
+    write(lambda error: ranks.agree("save", error))
+    return None
+
+
+def _collect(model: nn.Module, optimizer: Any, ranks: Ranks, extra: Mapping[str, Any], own: Mapping[str, Any]) -> Job:
+    trainer: Any = None if optimizer is None else trainer_of(optimizer, model, ranks.rank, ranks.world_size)
+    entries, others = model_entries(model)
+    held = Holding() if trainer is None else trainer.hold()
+    _check_values(held)
+    groups, among_groups = encode({"groups": [] if trainer is None else trainer.groups()})
+    text, among_extra = encode({"extra": dict(extra), "model": others})
+    own_text, among_own = encode(dict(own))
+    parts = [*model_parts(entries, trainer, ranks.rank, ranks.world_size), *held.parts]
+    held.parts = []
+    if ranks.rank == 0:
+        parts += _numbered("optim.options", among_groups) + _numbered("extra", among_extra)
+    parts += _numbered(f"extra_of_rank.{ranks.rank}", among_own)
+    digest = hashlib.sha256(f"{groups}\n{text}".encode())
+    for tensor in [*among_groups, *among_extra]:
+        digest.update(tensor.cpu().view(torch.uint8).numpy().tobytes())
+    words = f"options and extra (what differs between ranks goes into extra_of_rank): {digest.hexdigest()[:16]}"
+    parameters = {} if trainer is None else trainer.parameters
+    return Job(parts, held, parameters, groups, entries, text, own_text, words)
+
+
+def _numbered(prefix: str, tensors: Sequence[torch.Tensor]) -> list[Part]:
+    return [Part(f"{prefix}.{number}", tuple(one.shape), (0,), one) for number, one in enumerate(tensors)]
+
+
+def _check_values(held: Holding) -> None:
+    for name, entry in held.values.items():
+        if encode(entry)[1]:
+            raise TypeError(f"the state of {name} has tensors within lists or dicts, which cannot be saved")
+
+
+def _part_name(rank: int) -> str:
+    return f"__{rank}.part.json"
+
+
+# -- in this thread, or in one of its own ------------------------------------------------------------------------------
+
+
+def _write(job: Job, path: Path, token: str, ranks: Ranks, keep: int | None, verdict: Verdict) -> None:
+    partial = partial_of(path, token)
+    try:
+        _attempt(verdict, lambda: job.write(partial, ranks.rank))
+        _attempt(verdict, lambda: _finish(job, partial, path, token, ranks, keep))
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _attempt(verdict: Verdict, action: Callable[[], None]) -> None:
+    failure: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        failure = error
+    verdict(failure)
+
+
+def _finish(job: Job, partial: Path, path: Path, token: str, ranks: Ranks, keep: int | None) -> None:
+    """On the first rank: what all have written becomes a checkpoint."""
+    if ranks.rank != 0:
+        return
+    tensors, files, state, values, own = _read_parts(partial, ranks.world_size)
+    for entry in job.model:
+        if entry.same_as is not None:  # tied: both names, and the same bytes
+            tensors[MODEL + entry.key] = tensors[MODEL + entry.same_as]
+    parameters = {
+        name: Parameter(spec.shape, spec.dtype, tuple(sorted(state.get(name, ()))), values.get(name, ""))
+        for name, spec in job.parameters.items()
+    }
+    model = tuple(entry.key for entry in job.model)
+    contents = Contents(ranks.world_size, parameters, job.groups, tensors, model, job.extra, own)
+    files[CONTENTS] = _written(write_durably(partial / CONTENTS, contents.to_json()))
+    metadata = metadata_bytes(tensors)
+    (partial / ".metadata").write_bytes(metadata)
+    files[".metadata"] = _written(metadata)
+    writer = {"shardstep": shardstep.__version__, "torch": torch.__version__, "ranks": str(ranks.world_size)}
+    saved = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    manifest = Manifest(next_sequence(path.parent), saved, writer, files)
+    write_durably(partial / MANIFEST, manifest.to_json())
+    commit(partial, path, token)
+    if keep is not None:
+        prune(path.parent, keep)
+
+
+def _read_parts(partial: Path, world_size: int) -> tuple[Any, Any, Any, Any, Any]:
+    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, WrittenFile] = {}
+    state: dict[str, set[str]] = {}
+    values: dict[str, str] = {}
+    own: list[str] = []
+    for rank in range(world_size):
+        place = partial / _part_name(rank)
+        text = json.loads(place.read_text())
+        for key, raw in text["tensors"].items():
+            tensors[key] = join_chunks(tensors.get(key), stored_tensor(raw))
+        files |= {name: WrittenFile(**raw) for name, raw in text["files"].items()}
+        for name, keys in text["state"].items():
+            state.setdefault(name, set()).update(keys)
+        values |= text["values"]
+        own.append(text["own"])
+        place.unlink()
+    return tensors, files, state, values, tuple(own)
+
+
+def _written(payload: bytes) -> WrittenFile:
+    return WrittenFile(len(payload), zlib.crc32(payload))

@@ -1,0 +1,310 @@
+"""Optimizers, as a checkpoint sees them: what a rank writes of one, and what it wants of a saved one.
+
+Three kinds: the fast lane, whose ranks hold ranges of parameters; the drop-in, whose ranks hold whole ones; and any
+other, of which every rank holds all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardstep.checkpoint.contents import (
+    MODEL,
+    Holding,
+    Trainer,
+    parts_of_range,
+    parts_of_whole,
+    state_key,
+    wish_for_whole,
+    wishes_for_range,
+)
+from shardstep.checkpoint.manifest import Contents
+from shardstep.checkpoint.options import class_names, named_groups, take_options
+from shardstep.checkpoint.storage import Part, Wish, dtype_of
+from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
+from shardstep.memory.views import flat_gradient
+from shardstep.planned import params_of
+from shardstep.planning import Layout, ParamSpec, Piece
+from shardstep.sharded_optimizer import ShardedOptimizer
+from shardstep.state.wire_format import Reader
+from shardstep.stepping.average import AVERAGE
+from shardstep.stepping.masters import MASTER, NARROW
+
+
+@dataclass
+class Loading:
+    """What a rank reads, and what is done with it when all ranks have read theirs."""
+
+    wishes: list[Wish] = field(default_factory=list)
+    commit: Callable[[], None] = lambda: None
+
+
+def trainer_of(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> Trainer:
+    if isinstance(optimizer, ShardedOptimizer):
+        return FastLane(optimizer)
+    if isinstance(optimizer, Optimizer):
+        names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
+        unnamed = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+        if unnamed:
+            raise ValueError(
+                f"the optimizer trains {len(unnamed)} parameters that are not in the model, the first of shape "
+                f"{tuple(unnamed[0].shape)}: a checkpoint needs their names. Give the whole model"
+            )
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            return DropIn(optimizer, names)
+        return Plain(optimizer, names, rank, world_size)
+    raise TypeError(f"an optimizer is expected, got {type(optimizer).__name__}; of several, save each by itself")
+
+
+def values_of(contents: Contents, name: str) -> dict[str, Any]:
+    """What the saved state of a parameter has beside tensors."""
+    text = contents.parameters[name].values
+    return dict(Reader(text).state) if text else {}
+
+
+class FastLane:
+    """A ShardedOptimizer. Frozen parameters are the model's affair; their state is held by pieces as that of others."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer, self._engine = optimizer, optimizer._engine
+        self._params = params_of(optimizer.param_groups)
+        self._specs = self._engine.plan.params
+        rows = zip(self._params, self._specs, strict=True)
+        self.names: Mapping[torch.Tensor, str] = {param: spec.name for param, spec in rows if spec.trainable}
+        self.has_average = self._engine.share.average is not None
+        self._own: dict[int, list[Piece]] = {}
+        for piece in self._engine.plan.pieces_of(self._engine.channel.rank):
+            self._own.setdefault(piece.param, []).append(piece)
+        self._place = {param: place for place, param in enumerate(self._params)}
+
+    @property
+    def parameters(self) -> Mapping[str, ParamSpec]:
+        return {spec.name: spec for spec in self._specs}
+
+    def groups(self) -> list[dict[str, Any]]:
+        optimizer = self._optimizer
+        names = [spec.name for spec in self._specs]
+        return named_groups(optimizer.param_groups, names, class_names(optimizer._class, optimizer.param_groups))
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def weights(self, key: str, param: torch.Tensor) -> Iterator[Part]:
+        place = self._place[param]
+        for piece in self._own.get(place, ()):
+            flat = flat_gradient(param, param.detach())[piece.start : piece.stop]
+            yield from parts_of_range(key, param, flat, piece.start, piece.stop)
+
+    def hold(self) -> Holding:
+        held = Holding()
+        for piece, entry in self._engine.share.entries().items():
+            name, param = self._specs[piece.param].name, self._params[piece.param]
+            for key, value in entry.items():
+                self._hold(held, piece, param, name, key, value)
+        return held
+
+    def _hold(self, held: Holding, piece: Piece, param: torch.Tensor, name: str, key: str, value: Any) -> None:
+        if not isinstance(value, torch.Tensor):
+            if piece.start == 0:  # the same in every piece
+                held.values.setdefault(name, {})[key] = value
+            return
+        if value.dim() and value.numel() == piece.numel and value.shape != param.shape:
+            held.state.setdefault(name, set()).add(key)
+            flat = value.reshape(-1)
+            held.parts.extend(parts_of_range(state_key(name, key), param, flat, piece.start, piece.stop))
+        elif piece.start == 0:  # in the parameter's shape, or one of its own
+            held.state.setdefault(name, set()).add(key)
+            held.parts.extend(parts_of_whole(state_key(name, key), value))
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
+        """Wishes for what this rank holds, of the parameters `names`; nothing of the optimizer's is touched before
+        `commit`."""
+        loading = Loading()
+        entries: dict[Piece, dict[str, Any]] = {}
+        weights: dict[Piece, torch.Tensor] = {}
+        for place, pieces in self._own.items():
+            spec, param = self._specs[place], self._params[place]
+            if spec.name not in names:
+                continue
+            for piece in pieces:
+                entry = entries[piece] = values_of(contents, spec.name)
+                for key in self._keys(contents, spec.name, param):
+                    entry[key] = self._wish(loading, contents, piece, spec, param, key)
+                if spec.trainable and MODEL + spec.name in contents.tensors:
+                    weights[piece] = self._wish_weights(loading, contents, piece, spec, param, entry)
+        kept = {piece: entry for piece, entry in self._engine.share.entries().items() if piece not in entries}
+
+        def commit() -> None:
+            engine, own = self._engine, self._optimizer.param_groups
+            take_options(groups, own, [spec.name for spec in self._specs])
+            engine.take_weights(weights)
+            engine.load(own, engine.plan, {**kept, **{piece: entry for piece, entry in entries.items() if entry}})
+
+        loading.commit = commit
+        return loading
+
+    def _keys(self, contents: Contents, name: str, param: torch.Tensor) -> list[str]:
+        share = self._engine.share
+        wanted = {MASTER: share.masters is not None and param.dtype in NARROW, AVERAGE: share.average is not None}
+        return [key for key in contents.parameters[name].state if wanted.get(key, True)]
+
+    def _wish(
+        self, loading: Loading, contents: Contents, piece: Piece, spec: ParamSpec, param: torch.Tensor, key: str
+    ) -> torch.Tensor:
+        stored = contents.tensors[state_key(spec.name, key)]
+        dtype, device = dtype_of(stored), param.device
+        is_cut = self._optimizer._layouts[spec.group] is Layout.FLAT or key in (MASTER, AVERAGE)
+        if stored.shape == spec.shape and spec.shape and is_cut:
+            target = torch.empty(piece.numel, dtype=dtype, device=device)
+            loading.wishes.extend(wishes_for_range(state_key(spec.name, key), param, target, piece.start, piece.stop))
+            return target
+        # Counters stay on the host until the share puts them where its optimizer wants them.
+        if stored.shape == spec.shape and spec.shape:
+            whole = torch.empty_like(param.detach(), dtype=dtype)
+        else:
+            whole = torch.empty(stored.shape, dtype=dtype, device=device if stored.shape else "cpu")
+        loading.wishes.append(wish_for_whole(state_key(spec.name, key), whole))
+        return whole
+
+    def _wish_weights(
+        self,
+        loading: Loading,
+        contents: Contents,
+        piece: Piece,
+        spec: ParamSpec,
+        param: torch.Tensor,
+        entry: dict[str, Any],
+    ) -> torch.Tensor:
+        """The parameter's; its master's where that is all there is of the digits that the parameter has room for."""
+        key = MODEL + spec.name
+        master = state_key(spec.name, MASTER)
+        if param.dtype not in NARROW and master in contents.tensors:
+            key = master
+        target = torch.empty(piece.numel, dtype=param.dtype, device=param.device)
+        loading.wishes.extend(wishes_for_range(key, param, target, piece.start, piece.stop))
+        masters = self._engine.share.masters
+        if masters is not None and param.dtype in NARROW and MASTER not in entry:
+            wide = entry[MASTER] = torch.empty(piece.numel, dtype=torch.float32, device=param.device)
+            loading.wishes.extend(wishes_for_range(MODEL + spec.name, param, wide, piece.start, piece.stop))
+        return target
+
+
+class _Whole:
+    """What the other two have in common: state of whole parameters, under torch's own keys."""
+
+    names: Mapping[torch.Tensor, str] = {}  # of trained parameters no rank holds a part
+    has_average = False
+
+    def __init__(self, optimizer: Any, names: Mapping[torch.Tensor, str]) -> None:
+        self._optimizer = optimizer
+        self._params = params_of(optimizer.param_groups)
+        self._names = [names[param] for param in self._params]
+
+    def weights(self, key: str, param: torch.Tensor) -> Iterator[Part]:
+        raise AssertionError("every rank has all weights")
+
+    @property
+    def parameters(self) -> Mapping[str, ParamSpec]:
+        return {
+            name: ParamSpec(name, tuple(param.shape), str(param.dtype).removeprefix("torch."), str(param.device), 0)
+            for name, param in zip(self._names, self._params, strict=True)
+        }
+
+    def _hold(self, entries: Mapping[Any, Mapping[str, Any]]) -> Holding:
+        held = Holding()
+        for place, entry in entries.items():
+            if not isinstance(place, int):
+                raise TypeError(f"the optimizer's state has an entry {place!r} that belongs to no parameter")
+            name = self._names[place]
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    held.state.setdefault(name, set()).add(key)
+                    held.parts.extend(parts_of_whole(state_key(name, key), value))
+                else:
+                    held.values.setdefault(name, {})[key] = value
+        return held
+
+    def _load(
+        self, contents: Contents, groups: list[dict[str, Any]], names: set[str], mine: Callable[[int], bool]
+    ) -> Loading:
+        """The state_dict of the unsharded optimizer; tensors of parameters that are not `mine` take no memory."""
+        loading = Loading()
+        state: dict[int, dict[str, Any]] = {}
+        for place, name in enumerate(self._names):
+            if name not in names:
+                continue
+            entry = values_of(contents, name)
+            for key in contents.parameters[name].state:
+                if key in (MASTER, AVERAGE):
+                    continue
+                stored = contents.tensors[state_key(name, key)]
+                if stored.shape and not mine(place):
+                    entry[key] = torch.empty((), dtype=dtype_of(stored)).expand(stored.shape)
+                    continue
+                entry[key] = torch.empty(stored.shape, dtype=dtype_of(stored), device="cpu")
+                loading.wishes.append(wish_for_whole(state_key(name, key), entry[key]))
+            if entry:
+                state[place] = entry
+
+        def commit() -> None:
+            own = self._optimizer.param_groups
+            take_options(groups, own, self._names)
+            self._optimizer.load_state_dict({"state": state, "param_groups": _by_place(own)})
+
+        loading.commit = commit
+        return loading
+
+
+def _by_place(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    packed, start = [], 0
+    for group in groups:
+        stop = start + len(group["params"])
+        packed.append({**group, "params": list(range(start, stop))})
+        start = stop
+    return packed
+
+
+class Plain(_Whole):
+    """Any optimizer of which every rank holds all; the ranks take turns in writing."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], rank: int, world_size: int) -> None:
+        super().__init__(optimizer, names)
+        self._rank, self._world_size = rank, world_size
+
+    def groups(self) -> list[dict[str, Any]]:
+        own = self._optimizer.param_groups
+        return named_groups(own, self._names, class_names(type(self._optimizer), own))
+
+    def hold(self) -> Holding:
+        state = self._optimizer.state_dict()["state"]
+        return self._hold({place: entry for place, entry in state.items() if self._is_mine(place)})
+
+    def _is_mine(self, place: Any) -> bool:
+        return not isinstance(place, int) or place % self._world_size == self._rank
+
+    def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
+        return self._load(contents, groups, names, lambda place: True)
+
+
+class DropIn(_Whole):
+    """shardstep.ZeroRedundancyOptimizer: every parameter's state is on one rank."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        own = self._optimizer.param_groups
+        return named_groups(own, self._names, class_names(type(self._optimizer.optim), own))
+
+    def hold(self) -> Holding:
+        self._optimizer._check_overlap_initialized()
+        return self._hold(self._optimizer._shard.entries())
+
+    def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
+        self._optimizer._check_overlap_initialized()
+        holders, rank = self._optimizer._shard.plan.holders(), self._optimizer.rank
+        return self._load(contents, groups, names, lambda place: holders[place] == rank)
