@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from shardstep.checkpoint.options import group_problems, warn_of_options
 from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.storage import Wish, read_wishes
 from shardstep.checkpoint.together import ranks_of
-from shardstep.checkpoint.trainers import Loading, trainer_of
+from shardstep.checkpoint.trainers import Loading, trainer_of, weight_key
 from shardstep.state.wire_format import Reader
 from shardstep.stepping.average import AVERAGE
 
@@ -54,57 +55,75 @@ def load(path: str | Path, model: nn.Module, optimizer: Any = None, *, strict: b
     finish_last()
     ranks = ranks_of(optimizer)
     found = _choose(Path(path).absolute(), ranks)
-    contents, extra, failure = None, Extra(), None
-    loading, shared = Loading(), []
-    entries: Sequence[Entry] = ()
-    others: Mapping[str, Any] = {}
     bare = unwrapped(model)
+    read, failure = None, None
     try:
-        contents = read_contents(found.path)
-        entries, _ = model_entries(bare)
-        trainer: Any = None if optimizer is None else trainer_of(optimizer, bare, ranks.rank, ranks.world_size)
-        groups = list(_read_text(found, contents, contents.groups, "optim.options")["groups"])
-        names = _check(found, contents, entries, trainer, groups, strict=strict)
-        told = _read_text(found, contents, contents.extra, "extra")
-        extra, others = Extra(told["extra"]), told["model"]
-        extra.path, extra.own = found.path, _own_extra(found, contents, ranks)
-        if trainer is not None:
-            loading = trainer.load(contents, groups, names)
-        shared = _shared(contents, entries, trainer, ranks)
-        wishes = [
-            *loading.wishes,
-            *(wish_for_whole(MODEL + entry.key, staged) for entry, _, staged in shared if staged is not None),
-        ]
-        read_wishes(found.path, contents.tensors, wishes)
+        read = _read(found, bare, optimizer, ranks, strict=strict)
     except Exception as error:
         failure = error
     ranks.agree("load", failure, f"path={found.path}", f"strict={strict}")
-    _commit(ranks, shared, loading)
-    if others:
-        bare.load_state_dict(dict(others), strict=False)
-    return extra
+    assert read is not None, "agreed"
+    _commit(ranks, read.shared, read.loading)
+    if read.others:
+        bare.load_state_dict(dict(read.others), strict=False)
+    return read.extra
 
 
-def _commit(ranks: Ranks, shared: Sequence[tuple[Entry, int, torch.Tensor | None]], loading: Loading) -> None:
-    with torch.no_grad():
-        for entry, owner, staged in shared:
-            tensor = entry.tensor.detach()
-            if staged is not None:
-                tensor.copy_(staged)
-            ranks.give(tensor, owner)
-    loading.commit()
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a rank has read, and nothing of it is the model's yet."""
+
+    extra: Extra
+    others: Mapping[str, Any]  # of the model's state_dict, what is no tensor
+    shared: Sequence[_Shared]
+    loading: Loading
 
 
-def _shared(
-    contents: Contents, entries: Sequence[Entry], trainer: Any, ranks: Ranks
-) -> list[tuple[Entry, int, torch.Tensor | None]]:
-    """What every rank has and one reads for all: the entry, who reads it, and on that rank memory for it."""
+class _Shared(NamedTuple):
+    """What every rank has and one reads for all: on that rank with memory for it."""
+
+    entry: Entry
+    owner: int
+    staged: torch.Tensor | None
+
+
+def _read(found: Found, model: nn.Module, optimizer: Any, ranks: Ranks, *, strict: bool) -> _Read:
+    contents = read_contents(found.path)
+    entries, _ = model_entries(model)
+    trainer: Any = None if optimizer is None else trainer_of(optimizer, model, ranks.rank, ranks.world_size)
+    groups = list(_read_text(found, contents, contents.groups, "optim.options")["groups"])
+    names = _check(found, contents, entries, trainer, groups, strict=strict)
+    told = _read_text(found, contents, contents.extra, "extra")
+    extra = Extra(told["extra"])
+    extra.path, extra.own = found.path, _own_extra(found, contents, ranks)
+    loading = Loading() if trainer is None else trainer.load(contents, groups, names)
+    shared = _find_shared(contents, entries, trainer, ranks)
+    staged = [
+        wish_for_whole(weight_key(contents, one.entry.key, one.staged.dtype), one.staged)
+        for one in shared
+        if one.staged is not None
+    ]
+    read_wishes(found.path, contents.tensors, [*loading.wishes, *staged])
+    return _Read(extra, told["model"], shared, loading)
+
+
+def _find_shared(contents: Contents, entries: Sequence[Entry], trainer: Any, ranks: Ranks) -> list[_Shared]:
     rows = zip(shared_entries(entries, trainer), dealt(entries, trainer, ranks.world_size), strict=True)
     return [
-        (entry, owner, torch.empty_like(entry.tensor, requires_grad=False) if owner == ranks.rank else None)
+        _Shared(entry, owner, torch.empty_like(entry.tensor, requires_grad=False) if owner == ranks.rank else None)
         for entry, owner in rows
         if MODEL + entry.key in contents.tensors and contents.tensors[MODEL + entry.key].shape == entry.tensor.shape
     ]
+
+
+@torch.no_grad()
+def _commit(ranks: Ranks, shared: Sequence[_Shared], loading: Loading) -> None:
+    for entry, owner, staged in shared:
+        tensor = entry.tensor.detach()
+        if staged is not None:
+            tensor.copy_(staged)
+        ranks.give(tensor, owner)
+    loading.commit()
 
 
 # -- which one ---------------------------------------------------------------------------------------------------------

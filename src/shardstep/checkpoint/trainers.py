@@ -68,6 +68,12 @@ def values_of(contents: Contents, name: str) -> dict[str, Any]:
     return dict(Reader(text).state) if text else {}
 
 
+def weight_key(contents: Contents, name: str, dtype: torch.dtype) -> str:
+    """Under which a weight is stored; its master, if it was trained in 16 bits and here there is room for more."""
+    master = state_key(name, MASTER)
+    return master if dtype not in NARROW and master in contents.tensors else MODEL + name
+
+
 class FastLane:
     """A ShardedOptimizer. Frozen parameters are the model's affair; their state is held by pieces as that of others."""
 
@@ -182,12 +188,8 @@ class FastLane:
         param: torch.Tensor,
         entry: dict[str, Any],
     ) -> torch.Tensor:
-        """The parameter's; its master's where that is all there is of the digits that the parameter has room for."""
-        key = MODEL + spec.name
-        master = state_key(spec.name, MASTER)
-        if param.dtype not in NARROW and master in contents.tensors:
-            key = master
         target = torch.empty(piece.numel, dtype=param.dtype, device=param.device)
+        key = weight_key(contents, spec.name, param.dtype)
         loading.wishes.extend(wishes_for_range(key, param, target, piece.start, piece.stop))
         masters = self._engine.share.masters
         if masters is not None and param.dtype in NARROW and MASTER not in entry:
