@@ -24,6 +24,10 @@ _ALIGNMENT = 64
 Verdict = Callable[[Exception | None], None]
 
 
+class _FailedElsewhereError(Exception):
+    """Another rank could not do its part."""
+
+
 class Saving:
     """A checkpoint that is being written. Made on all ranks."""
 
@@ -50,6 +54,8 @@ class Saving:
     def _run(self) -> None:
         try:
             self._write(self._verdict)
+        except _FailedElsewhereError:
+            pass  # that rank says why
         except Exception as error:
             self._failure = error
             logger.error("a checkpoint could not be saved: %s", error)
@@ -61,7 +67,7 @@ class Saving:
         if failure is not None:
             raise failure
         if failed:
-            raise RuntimeError("another rank could not write its part")
+            raise _FailedElsewhereError
 
 
 _last: Saving | None = None
