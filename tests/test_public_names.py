@@ -25,7 +25,8 @@ BEHAVIOURS = [
 
 
 def test_public_names():
-    assert shardstep.__all__ == ["Layout", "ShardConfig", "ShardedOptimizer", "ZeroRedundancyOptimizer", "shard"]
+    names = ["Layout", "ShardConfig", "ShardedOptimizer", "ZeroRedundancyOptimizer", "load", "save", "shard"]
+    assert shardstep.__all__ == names
     assert all(getattr(shardstep, name) is not None for name in shardstep.__all__)
     assert set(dir(shardstep)) >= {"ZeroRedundancyOptimizer", "__version__"}
     assert shardstep.ZeroRedundancyOptimizer is drop_in.ZeroRedundancyOptimizer

@@ -27,6 +27,7 @@ from shardstep.planning import Piece, read_specs
 from shardstep.report import Group, Report, exchange, holding_of, sent_by_ddp
 from shardstep.state.audit import Audit
 from shardstep.state.handing_over import hand_over
+from shardstep.state.saved_state import SavedState
 from shardstep.step_in_backward import HALF_STEPPED, REASON
 from shardstep.stepping.local_optimizer import check_shapes
 from shardstep.stepping.scaling import Scaling
@@ -54,6 +55,7 @@ class Engine(Planned):
         self._readers = Readers()
         self._audit = None if config.audit is None else Audit(channel)
         self._steps = 0
+        self.saved = SavedState()
 
     def _connected(self, params: Sequence[torch.Tensor]) -> None:
         if self._config.gather != "overlap":
@@ -111,6 +113,9 @@ class Engine(Planned):
     def _look_at_everything(self, groups: ParamGroups) -> None:
         """Every few steps, before the weights are stepped: what this step writes hides what was written before."""
         self._steps += 1
+        self.saved.is_new = False
+        if self.saved.is_here:
+            self.saved.stepped("a step")
         if self._audit is not None and self._steps % (self._config.audit or 1) == 0:
             self._audit.check(self._held(groups), self._premises.all_options(groups))
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
 
 from shardstep.engine import Engine
 from shardstep.planned import params_of
 from shardstep.planning import Layout, Piece
-from shardstep.state.resharding import read_saved
+from shardstep.state.consolidation import consolidate
+from shardstep.state.parts import PartOfState, assemble, joined, parts_by_place
+from shardstep.state.reading import read_saved
 from shardstep.state.state_dict import ShownState, pack_groups, shown_state
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import build, copy_options, without_params
@@ -33,7 +37,14 @@ class StateSurface(Optimizer):
     @property
     def state(self) -> Any:
         """This rank's state by parameter: flat, the elements it holds, in order. To look at: writing to it raises."""
-        return shown_state(self._engine.share.entries(), params_of(self.param_groups))
+        shown = shown_state(self._engine.share.entries(), params_of(self.param_groups))
+        if not shown and sys._getframe(1).f_code is _init_optim_state.__code__:
+            raise RuntimeError(
+                "this sharded optimizer has no state yet, and torch.distributed.checkpoint.state_dict would make some "
+                "by a step of its own: load with shardstep.load(path, model, opt), after `shardstep convert` where "
+                "torch has written it; or give opt.load_state_dict() the whole state"
+            )
+        return shown
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -41,23 +52,52 @@ class StateSurface(Optimizer):
         if self._ready:
             ShownState().update(value)
 
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring all ranks' state to rank `to` of the group, where `state_dict()` then returns it. On all ranks."""
+        self._engine.synchronize()
+        self.check_whole("consolidate_state_dict")
+        merged = consolidate(self._channel, self._named_pieces, to)
+        if merged is not None:
+            pieces = {Piece(param, start, stop, to): entry for (param, start, stop), entry in merged.items()}
+            merged.clear()
+            merged = assemble(pieces, params_of(self.param_groups))
+        self._engine.saved.keep(merged, to)
+
+    def _named_pieces(self) -> dict[Any, Entry]:
+        entries = self._engine.share.entries()
+        return {(piece.param, piece.start, piece.stop): entry for piece, entry in entries.items()}
+
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state and all options. `load_state_dict` takes it on as many ranks as it was saved on."""
+        """As that of the plain optimizer: state by the number of the parameter, and its name in the group.
+
+        On one rank, and on the rank to which it was consolidated since the last step, the whole. Elsewhere it is this
+        rank's part: torch.distributed.checkpoint saves and loads it, as does this optimizer; it cannot be pickled.
+        """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         self._engine.synchronize()
-        place = {param: i for i, param in enumerate(params_of(self.param_groups))}
-        saved = {
-            "state": {place[param]: entry for param, entry in self.state.items()},
-            "param_groups": pack_groups(self.param_groups),
-            "shardstep": {"plan": self._engine.plan.to_json(), "rank": self._channel.rank},
-        }
+        saved: dict[str, Any] = {"state": self._state_to_save(), "param_groups": pack_groups(self.param_groups)}
         for after in self._optimizer_state_dict_post_hooks.values():
             saved = after(self, saved) or saved
         return saved
 
+    def _state_to_save(self) -> dict[Any, Any]:
+        if self._engine.saved.is_here:
+            return {place: copy.copy(entry) for place, entry in self._engine.saved.read(self._channel.rank).items()}
+        params = params_of(self.param_groups)
+        own = parts_by_place(self._engine.share.entries(), params)
+        if self._channel.world_size == 1:
+            return joined(own)
+        if not own and self._engine.saved.is_new:
+            return {}  # nor has any other rank
+        # torch.distributed.checkpoint.state_dict wants an entry of every parameter, on every rank.
+        return PartOfState({place: own.get(place, {}) for place in range(len(params))}, self._engine.plan)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank, or the state_dict of the plain optimizer. On all ranks."""
+        """Load a whole state_dict, of this or of the plain optimizer, or this rank's part. Called on all ranks.
+
+        Parameters are found by their names, in whatever order they were saved; by their places, if it has no names.
+        """
         self._check_not_averaged()
         self._engine.check_not_joined("load_state_dict")
         self._engine.synchronize()
@@ -69,7 +109,8 @@ class StateSurface(Optimizer):
             for first in self._optimizer_load_state_dict_pre_hooks.values():
                 state_dict = first(self, state_dict) or state_dict
             trial = build(self._class, without_params(self.param_groups), self._defaults, {})
-            plan, entries = read_saved(state_dict, self.param_groups, self._layouts, plan, self._channel.rank, trial)
+            rank = self._channel.rank
+            state_dict, plan, entries = read_saved(state_dict, self.param_groups, self._layouts, plan, rank, trial)
             copy_options(state_dict["param_groups"], self.param_groups)
         except Exception as error:
             failure = error
@@ -79,6 +120,7 @@ class StateSurface(Optimizer):
             copy_options(before, self.param_groups)
             raise
         self._engine.load(self.param_groups, plan, copy.deepcopy(entries))
+        self._engine.saved.loaded()
         for last in self._optimizer_load_state_dict_post_hooks.values():
             last(self)
 

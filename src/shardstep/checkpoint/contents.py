@@ -15,12 +15,10 @@ import torch
 from torch import nn
 
 from shardstep.checkpoint.storage import Part, Wish
-from shardstep.memory.views import storage_order
 from shardstep.planning import ParamSpec
-from shardstep.planning.geometry import boxes, reordered, split
+from shardstep.state.blocks import blocks_of_range, blocks_of_whole
 
 MODEL, STATE = "model.", "optim.state."
-MOST_NBYTES = 64 * 1024 * 1024  # of one stored block, which is what a reader holds beside its own
 
 
 @dataclass
@@ -70,48 +68,25 @@ def unwrapped(model: nn.Module) -> nn.Module:
 # -- blocks ------------------------------------------------------------------------------------------------------------
 
 
-def blocks(like: torch.Tensor, start: int, stop: int, itemsize: int) -> Iterator[tuple[Any, Any, slice, list[int]]]:
-    """Of elements [start, stop) of `like`, in the order in which they lie in memory: offsets, sizes, where the elements
-    are within them, and the shape that they have there."""
-    order = storage_order(like)
-    shape = [like.shape[dim] for dim in order]
-    for whole in boxes(shape, start, stop):
-        for box in split(whole, max(1, MOST_NBYTES // itemsize)):
-            offsets, sizes = reordered(box, order)
-            yield offsets, sizes, slice(box.start - start, box.start - start + box.numel), list(box.sizes)
-
-
 def parts_of_range(key: str, like: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> Iterator[Part]:
     """Elements [start, stop) of a tensor like `like`, given flat and in the order of its memory."""
-    back = _natural(like)
-    for offsets, _, span, shape in blocks(like, start, stop, values.element_size()):
-        yield Part(key, tuple(like.shape), offsets, values[span].view(shape).permute(back))
+    for offsets, block in blocks_of_range(like, values, start, stop):
+        yield Part(key, tuple(like.shape), offsets, block)
 
 
 def parts_of_whole(key: str, values: torch.Tensor) -> Iterator[Part]:
-    shape = tuple(values.shape)
-    for whole in boxes(shape, 0, values.numel()):
-        for box in split(whole, max(1, MOST_NBYTES // max(1, values.element_size()))):
-            block = values
-            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-                block = block.narrow(dim, offset, size)
-            yield Part(key, shape, box.offsets, block)
+    for offsets, block in blocks_of_whole(values):
+        yield Part(key, tuple(values.shape), offsets, block)
 
 
 def wishes_for_range(key: str, like: torch.Tensor, target: torch.Tensor, start: int, stop: int) -> Iterator[Wish]:
     """The same, to be read: `target` is flat."""
-    back = _natural(like)
-    for offsets, _, span, shape in blocks(like, start, stop, target.element_size()):
-        yield Wish(key, offsets, target[span].view(shape).permute(back))
+    for offsets, block in blocks_of_range(like, target, start, stop):
+        yield Wish(key, offsets, block)
 
 
 def wish_for_whole(key: str, target: torch.Tensor) -> Wish:
     return Wish(key, (0,) * target.dim(), target)
-
-
-def _natural(like: torch.Tensor) -> list[int]:
-    order = storage_order(like)
-    return [order.index(dim) for dim in range(like.dim())]
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------

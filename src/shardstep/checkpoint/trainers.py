@@ -32,6 +32,7 @@ from shardstep.memory.views import flat_gradient
 from shardstep.planned import params_of
 from shardstep.planning import Layout, ParamSpec, Piece
 from shardstep.sharded_optimizer import ShardedOptimizer
+from shardstep.state.parts import PartOfTensor, parts_by_place
 from shardstep.state.wire_format import Reader
 from shardstep.stepping.average import AVERAGE
 from shardstep.stepping.masters import MASTER, NARROW
@@ -108,24 +109,23 @@ class FastLane:
 
     def hold(self) -> Holding:
         held = Holding()
-        for piece, entry in self._engine.share.entries().items():
-            name, param = self._specs[piece.param].name, self._params[piece.param]
+        entries = self._engine.share.entries()
+        first = {
+            piece.param for piece in entries if piece.start == 0
+        }  # its holder writes what is the same in every piece
+        for place, entry in parts_by_place(entries, self._params).items():
+            name = self._specs[place].name
             for key, value in entry.items():
-                self._hold(held, piece, param, name, key, value)
+                if isinstance(value, PartOfTensor):
+                    held.state.setdefault(name, set()).add(key)
+                    stored, shape = state_key(name, key), tuple(value.shape)
+                    held.parts.extend(Part(stored, shape, offsets, block) for offsets, block in value.blocks())
+                elif place in first and isinstance(value, torch.Tensor):
+                    held.state.setdefault(name, set()).add(key)
+                    held.parts.extend(parts_of_whole(state_key(name, key), value))
+                elif place in first:
+                    held.values.setdefault(name, {})[key] = value
         return held
-
-    def _hold(self, held: Holding, piece: Piece, param: torch.Tensor, name: str, key: str, value: Any) -> None:
-        if not isinstance(value, torch.Tensor):
-            if piece.start == 0:  # the same in every piece
-                held.values.setdefault(name, {})[key] = value
-            return
-        if value.dim() and value.numel() == piece.numel and value.shape != param.shape:
-            held.state.setdefault(name, set()).add(key)
-            flat = value.reshape(-1)
-            held.parts.extend(parts_of_range(state_key(name, key), param, flat, piece.start, piece.stop))
-        elif piece.start == 0:  # in the parameter's shape, or one of its own
-            held.state.setdefault(name, set()).add(key)
-            held.parts.extend(parts_of_whole(state_key(name, key), value))
 
     # -- loading ------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from shardstep.drop_in.after_backward import AfterBackward
 from shardstep.drop_in.buckets import _DDPBucketAssignment, _OverlapInfo
 from shardstep.drop_in.inside_backward import InsideBackward
 from shardstep.drop_in.local_shard import LocalShard, loaded_groups, params_of, plan_for, travelling
-from shardstep.drop_in.saved_state import SavedState
 from shardstep.drop_in.strategy import Setting, Strategy
 from shardstep.state.consolidation import consolidate
+from shardstep.state.saved_state import SavedState
 from shardstep.state.state_dict import pack_groups
 from shardstep.stepping.local_optimizer import check_optimizer_class, copy_options, is_of_torch
 from shardstep.stepping.probe import probe
@@ -297,7 +297,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise
         self.param_groups[:] = loaded_groups(self.param_groups, self.optim.param_groups, state_dict["param_groups"])
         self._strategy.reloaded()
-        self._saved.lose("was consolidated before load_state_dict")
+        self._saved.loaded()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 from shardstep.drop_in.local_shard import Groups, LocalShard
-from shardstep.drop_in.saved_state import SavedState
 from shardstep.planning import Plan
+from shardstep.state.saved_state import SavedState
 from shardstep.wire.channel import Channel
 
 Gradients = Sequence[torch.Tensor | None]

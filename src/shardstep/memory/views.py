@@ -71,7 +71,17 @@ def storage_order(tensor: torch.Tensor) -> list[int]:
     if tensor.is_contiguous():
         return natural
     order = sorted(natural, key=lambda dim: (-tensor.stride()[dim], dim))
-    return order if tensor.permute(order).is_contiguous() else natural
+    return order if _is_dense(tensor, order) else natural
+
+
+def _is_dense(tensor: torch.Tensor, order: list[int]) -> bool:
+    """Whether its elements lie side by side, with these dims from slowest to fastest."""
+    step = 1
+    for dim in reversed(order):
+        if tensor.shape[dim] != 1 and tensor.stride()[dim] != step:
+            return False
+        step *= tensor.shape[dim]
+    return True
 
 
 def flat_gradient(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

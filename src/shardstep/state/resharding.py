@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
-import torch
-from torch.optim import Optimizer
-
-from shardstep.memory.views import flat_gradient
-from shardstep.planning import Bucket, Layout, Piece, Plan, plan_from_json
+from shardstep.planning import Bucket, Piece, Plan
 from shardstep.state.consolidation import move_state
-from shardstep.state.state_dict import check_saved_groups, check_state_dict
 from shardstep.stepping.entries import Entry, cut_entry, join_entries
 from shardstep.wire.channel import Channel
 
@@ -56,10 +51,6 @@ def reshard(channel: Channel, old: Plan, new: Plan, entries: Mapping[Piece, Entr
     }
 
 
-def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
-
-
 def _fragments(old: Plan, new: Plan, rank: int) -> list[_Fragment]:
     """What `rank` holds before or after, by the order of parameters and elements."""
     before, after = _Holders(old), _Holders(new)
@@ -95,74 +86,3 @@ class _Holders:
             for bucket in self._buckets[piece.param]
             for other in bucket.over(piece.param, piece.start, piece.stop)
         ]
-
-
-def cut_whole(
-    state: Mapping[Any, Any], keys: Sequence[Any], plan: Plan, rank: int, params: Sequence[torch.Tensor | None]
-) -> dict[Piece, Entry]:
-    """What a rank takes from the state_dict of the plain optimizer; `keys[i]` is the saved key of parameter i.
-
-    `params`: tensors in a parameter's shape become flat, in the order of its memory; where None, they keep it.
-    """
-    found: dict[Piece, Entry] = {}
-    for piece in plan.pieces_of(rank):
-        if state.get(keys[piece.param]):
-            whole = Piece(piece.param, 0, plan.params[piece.param].numel, rank)
-            entry = state[keys[piece.param]]
-            param = params[piece.param]
-            if param is not None:
-                entry = {n: flat_gradient(param, v) if _has_shape_of(v, param) else v for n, v in entry.items()}
-            found[piece] = cut_entry(entry, whole, piece.start, piece.stop)
-    return found
-
-
-def read_saved(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[Mapping[str, Any]],
-    layouts: Sequence[Layout],
-    plan: Plan,
-    rank: int,
-    trial: Optimizer,
-) -> tuple[Plan, dict[Piece, Entry]]:
-    """What a rank loads, and the plan under which it was saved: its own part, or that of the plain optimizer.
-
-    `trial` has the options of `groups` alone; what does not fit is refused with the reason.
-    """
-    if isinstance(state_dict, Mapping) and "param_groups" in state_dict:
-        check_saved_groups(state_dict["param_groups"], plan.params, trial)
-    if "shardstep" in state_dict:
-        return read_shard(state_dict, rank, plan)
-    keys = check_state_dict(state_dict, plan.params, [len(group["params"]) for group in groups], type(trial))
-    flat = [
-        param if layout is Layout.FLAT else None
-        for group, layout in zip(groups, layouts, strict=True)
-        for param in group["params"]
-    ]
-    return plan, cut_whole(state_dict["state"], keys, plan, rank, flat)
-
-
-def read_shard(state_dict: Mapping[str, Any], rank: int, plan: Plan) -> tuple[Plan, dict[Piece, Entry]]:
-    """The plan under which a rank's state was saved, and the state by its pieces."""
-    saved = plan_from_json(state_dict["shardstep"]["plan"])
-    if saved.world_size != plan.world_size or state_dict["shardstep"]["rank"] != rank:
-        raise ValueError(
-            f"this is the state of rank {state_dict['shardstep']['rank']} of {saved.world_size}, "
-            f"and this is rank {rank} of {plan.world_size}; every rank loads what it saved itself"
-        )
-    if [spec.shape for spec in saved.params] != [spec.shape for spec in plan.params]:
-        raise ValueError("the state_dict was saved for other parameters: their shapes differ")
-    held: dict[int, list[Piece]] = {}
-    for piece in saved.pieces_of(rank):
-        held.setdefault(piece.param, []).append(piece)
-    found: dict[Piece, Entry] = {}
-    for param, own in sorted(held.items()):
-        own.sort(key=lambda piece: piece.start)
-        entry = state_dict["state"].get(param)
-        if not entry:
-            continue
-        offset, total = 0, sum(piece.numel for piece in own)
-        run = Piece(param, 0, total, rank)  # the elements of all own pieces, one behind the other
-        for piece in own:
-            found[piece] = cut_entry(entry, run, offset, offset + piece.numel)
-            offset += piece.numel
-    return saved, found

@@ -100,7 +100,11 @@ def _missing_entries(state: Mapping[Any, Any], spec_of: Mapping[Any, ParamSpec])
     for key, entry in state.items():
         if key in spec_of and isinstance(entry, Mapping) and entry:
             spec = spec_of[key]
-            alike.setdefault((spec.group, len(spec.shape)), {})[key] = set(entry)
+            names = {
+                name for name in entry if not str(name).startswith("shardstep.")
+            }  # a master is there before a step
+            if names:
+                alike.setdefault((spec.group, len(spec.shape)), {})[key] = names
     for entries in alike.values():
         complete = set().union(*entries.values())
         for key, names in entries.items():
@@ -178,19 +182,9 @@ def check_saved_groups(groups: Sequence[Mapping[str, Any]], specs: Sequence[Para
     options = [{key: value for key, value in group.items() if key not in ("param_names", CLASS)} for group in groups]
     trial.load_state_dict(copy.deepcopy({"state": {}, "param_groups": [{**group, "params": []} for group in options]}))
     check_options(trial, before)
-    saved = [name for group in groups for name in group.get("param_names") or [None] * len(group["params"])]
-    pairs = [(theirs, spec.name) for theirs, spec in zip(saved, specs, strict=True) if theirs is not None]
-    differing = [(theirs, ours) for theirs, ours in pairs if _bare(theirs) != _bare(ours)]
-    if differing:
-        theirs, ours = differing[0]
-        raise ValueError(
-            f"the state_dict was saved for other parameters: it has {theirs} where this optimizer has {ours}, and "
-            f"{len(differing)} of {len(specs)} names differ. If only names have changed, take 'param_names' out of its "
-            "param_groups: then it is loaded by position"
-        )
 
 
-def _bare(name: str) -> str:
+def bare_name(name: str) -> str:
     """Without what DistributedDataParallel and torch.compile put before it."""
     return name.removeprefix("module.").replace("_orig_mod.", "")
 
@@ -217,6 +211,9 @@ class ShownState(dict[Any, Any]):
             "this only shows the state of a sharded optimizer, which would stay as it is: to begin anew call "
             "load_state_dict() on all ranks with an empty 'state' and the param_groups of state_dict()"
         )
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        return {}  # as torch's own, which has an entry for whoever asks
 
     __delitem__ = clear = pop = popitem = update = __ior__ = _refuse
 

@@ -12,17 +12,25 @@ class SavedState:
         self._steps = 0
         self._state: dict[Any, Any] | None = None
         self._why_not = "was never consolidated"
+        self.is_here = False
+        self.is_new = True  # nothing was stepped or loaded: there is no state on any rank
 
     def keep(self, state: dict[Any, Any] | None, to: int) -> None:
         """What a consolidation to rank `to` gave this rank: nothing, if it is another."""
         self._state, self._why_not = state, f"was consolidated to rank {to}"
+        self.is_here = state is not None
 
     def lose(self, why: str) -> None:
         """The state has moved on."""
         if self._state is not None:
-            self._state, self._why_not = None, why
+            self._state, self._why_not, self.is_here = None, why, False
+
+    def loaded(self) -> None:
+        self.is_new = False
+        self.lose("was consolidated before load_state_dict")
 
     def stepped(self, what: str) -> None:
+        self.is_new = False
         self.lose(f"was consolidated at step {self._steps}, and {what} was taken since")
         self._steps += 1
 
