@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import optim
 from torch.optim import SGD, AdamW
 
+import shardstep
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.wire import tensors
 from shardstep.zero_redundancy_optimizer import _broadcast_object, _recursive_copy_to_device
@@ -229,13 +230,18 @@ def resident(which: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
 
-def large_state() -> dict[str, int]:
+def large_state(fast_lane: bool) -> dict[str, int]:
     """Bytes of state sent and received, the largest message, and the peak of memory, in consolidation."""
     params = [
         torch.nn.Parameter(torch.zeros(4_000_000)) for _ in range(4 * dist.get_world_size())
     ]  # 128 MB of state each
-    zero = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
-    train(zero, params, range(1))
+    if fast_lane:
+        zero: Any = shardstep.shard(torch.nn.ParameterList(params), AdamW, lr=0.1)
+        sum(param.sum() for param in params).backward()
+        zero.step()
+    else:
+        zero = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+        train(zero, params, range(1))
     zero.zero_grad()
     counts = {"sent": 0, "received": 0, "largest": 0}
     message = tensors._message
@@ -251,16 +257,20 @@ def large_state() -> dict[str, int]:
     with mock.patch.object(tensors, "_message", counting):
         zero.consolidate_state_dict(to=0)
     counts["peak_growth"] = resident("VmHWM") - before
+    state = zero.state if fast_lane else zero.optim.state
     counts["own_state"] = sum(
-        value.nbytes for entry in zero.optim.state.values() for value in entry.values() if torch.is_tensor(value)
+        value.nbytes for entry in state.values() for value in entry.values() if torch.is_tensor(value)
     )
     return counts
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads memory from Linux's /proc")
+@pytest.mark.parametrize("fast_lane", [False, True])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_only_the_target_receives_and_memory_is_bounded_by_own_state_and_one_chunk(workers, world_size):
-    counts = workers(world_size).run(large_state)
+def test_only_the_target_receives_and_memory_is_bounded_by_own_state_and_one_chunk(workers, world_size, fast_lane):
+    counts = workers(world_size).run(large_state, fast_lane)
+    largest = 2 * 4_000_000 * 4  # one parameter's state, while its parts become one
+    assert counts[0]["peak_growth"] <= sum(rank["own_state"] for rank in counts) + largest + 64 * 2**20
     assert all(rank["received"] == 0 for rank in counts[1:])
     assert counts[0]["sent"] == 0
     assert counts[0]["received"] == sum(rank["sent"] for rank in counts)
