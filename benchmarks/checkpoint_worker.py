@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 import shardstep
+from shardstep.checkpoint import background
 
 WIDTH = 1024
 OPTIONS: dict[str, Any] = {"lr": 1e-3}
@@ -46,39 +49,45 @@ def by_torch(millions: int) -> tuple[nn.Module, TorchZero]:
     return model, zero
 
 
-class Saves:
-    """The ways to save; each returns when the loop may go on."""
+class Ours:
+    """A sharded model and the ways to save it; each returns when the loop may go on."""
 
     def __init__(self, millions: int, folder: Path) -> None:
-        self._folder = folder
-        self._ours, self._theirs = sharded(millions), by_torch(millions)
-        self._saving: Any = None
-        self.bytes_of_ranks: list[int] = []
+        self._folder, self._saving = folder, None
+        self._trained = sharded(millions)
 
-    def consolidate(self) -> None:
-        model, zero = self._theirs
-        zero.consolidate_state_dict(0)
-        if dist.get_rank() == 0:
-            torch.save({"model": model.state_dict(), "optimizer": zero.state_dict()}, self._folder / "whole.pt")
-        dist.barrier()
-        zero._all_state_dicts = []  # what it keeps of the last time would be part of the next one's memory
+    def ways(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        yield "sync", lambda: shardstep.save(self._folder / "sync", *self._trained)
+        yield "first async", self._asynchronous  # this one also finds the memory that later ones take again
+        yield "first wait", self._wait
+        yield "async", self._asynchronous
+        yield "wait", self._wait
+        yield "load", lambda: shardstep.load(self._folder / "sync", *self._trained)
 
-    def synchronous(self) -> None:
-        shardstep.save(self._folder / "sync", *self._ours)
+    def _asynchronous(self) -> None:
+        self._saving = shardstep.save(self._folder / "async", *self._trained, asynchronous=True)
 
-    def asynchronous(self) -> None:
-        self._saving = shardstep.save(self._folder / "async", *self._ours, asynchronous=True)
-
-    def wait(self) -> None:
+    def _wait(self) -> None:
         if self._saving is not None:
             self._saving.wait()
 
-    def load(self) -> None:
-        shardstep.load(self._folder / "sync", *self._ours)
 
-    def look(self) -> None:
-        files = sorted((self._folder / "sync").glob("*.distcp"))
-        self.bytes_of_ranks = [path.stat().st_size for path in files]
+class Theirs:
+    """What a program does with torch's class."""
+
+    def __init__(self, millions: int, folder: Path) -> None:
+        self._folder = folder
+        self._model, self._zero = by_torch(millions)
+
+    def ways(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        yield "consolidate", self._consolidate
+
+    def _consolidate(self) -> None:
+        self._zero.consolidate_state_dict(0)
+        if dist.get_rank() == 0:
+            whole = {"model": self._model.state_dict(), "optimizer": self._zero.state_dict()}
+            torch.save(whole, self._folder / "whole.pt")
+        dist.barrier()
 
 
 def slowest(seen: Observation) -> dict[str, float]:
@@ -87,28 +96,29 @@ def slowest(seen: Observation) -> dict[str, float]:
     return {"seconds": values[0].item(), "extra_memory": values[1].item()}
 
 
-def measure(saves: Saves, rounds: int) -> dict[str, list[dict[str, float]]]:
-    ways: dict[str, Callable[[], None]] = {
-        "consolidate": saves.consolidate,
-        "sync": saves.synchronous,
-        "async": saves.asynchronous,
-        "wait": saves.wait,
-        "load": saves.load,
-    }
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for turn in range(rounds + 1):
-        for name, way in ways.items():
-            seen = slowest(observe(way))
-            if turn or name == "consolidate":  # the first asynchronous one also finds the memory that others take again
-                found[name].append(seen)
-            else:
-                found.setdefault(f"first {name}", []).append(seen)
-            if dist.get_rank() == 0:
-                print(
-                    f"  round {turn}, {name}: {seen['seconds']:.2f} s, {seen['extra_memory'] / 1e6:,.0f} MB", flush=True
-                )
-    saves.look()
+def measure(millions: int, rounds: int, folder: Path) -> dict[str, list[dict[str, float]]]:
+    """In turn; each is made anew and dropped, because both beside each other do not fit into one machine's memory."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for turn in range(rounds):
+        for kind in (Ours, Theirs):
+            contender = kind(millions, folder)
+            for name, way in contender.ways():
+                seen = slowest(observe(way))
+                found.setdefault(name, []).append(seen)
+                if dist.get_rank() == 0:
+                    text = f"{seen['seconds']:.2f} s, {seen['extra_memory'] / 1e6:,.0f} MB"
+                    print(f"  round {turn}, {name}: {text}", flush=True)
+            del contender
+            forget()
     return found
+
+
+def forget() -> None:
+    """Nothing of the one is left when the other is measured."""
+    background._last = None  # and with it the memory that the next asynchronous save would take again
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    dist.barrier()
 
 
 def main() -> None:
@@ -119,13 +129,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
-    saves = Saves(arguments.millions, arguments.folder)
-    found = measure(saves, arguments.rounds)
+    found = measure(arguments.millions, arguments.rounds, arguments.folder)
     if dist.get_rank() == 0:
-        model = saves._ours[0]
-        total = 3 * sum(param.nbytes for param in model.parameters())
-        result = {"times": found, "bytes_of_ranks": saves.bytes_of_ranks, "total": total}
-        arguments.out.write_text(json.dumps(result))
+        files = sorted((arguments.folder / "sync").glob("*.distcp"))
+        numel = sum(param.numel() for param in make_model(arguments.millions).parameters())
+        sizes = [path.stat().st_size for path in files]
+        arguments.out.write_text(json.dumps({"times": found, "bytes_of_ranks": sizes, "total": 3 * 4 * numel}))
         for name in ("sync", "async"):
             shutil.rmtree(arguments.folder / name)
     dist.barrier()
