@@ -43,6 +43,7 @@ def test_help_shows_an_example_line(arguments):
         (["--ranks", "1000"], "--ranks must be between 1 and 16, got 1000."),
         (["--steps", "0"], "--steps must be at least 1, got 0."),
         (["--model", "huge"], "--model must be small or tiny, got 'huge'."),
+        (["--optimizer", "sgd"], "--optimizer must be adamw or muon, got 'sgd'."),
     ],
 )
 def test_bad_input_gets_one_sentence_and_status_2(arguments, sentence, tmp_path):
@@ -101,16 +102,19 @@ def test_missing_extras_get_one_sentence(monkeypatch, capsys):
     )
 
 
-def test_a_whole_demo(tmp_path):
-    command = [sys.executable, "-c", "from shardstep.cli import main; main()", "demo"]
-    arguments = ["--model", "tiny", "--steps", "5", "--ranks", "2", "--out", str(tmp_path / "new" / "folder")]
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_whole_demo(tmp_path, optimizer):
+    command = [sys.executable, "-c", "from shardstep.cli import main; main()", "demo", "--optimizer", optimizer]
+    arguments = ["--model", "tiny", "--steps", "12", "--ranks", "2", "--out", str(tmp_path / "new" / "folder")]
     run = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
     assert "\x1b" not in run.stdout  # not a terminal: no bars, no colours
     assert "\r" not in run.stdout
-    assert len(run.stdout.splitlines()) < 40
-    assert "DDP + shardstep: step 5 of 5" in run.stdout
-    assert "the parameters of both runs, compared bit for bit, are equal on every rank." in run.stdout
-    picture = Path(run.stdout.splitlines()[-1].removeprefix("Memory per rank, as a picture: "))
-    assert picture.parent == tmp_path / "new" / "folder"
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert len(run.stdout.splitlines()) < 50
+    assert "shard(): step 12 of 12" in run.stdout
+    assert "DDP + drop-in equal bits, shard() equal bits." in run.stdout
+    pictures = [Path(line.rpartition(": ")[2]) for line in run.stdout.splitlines()[-2:]]
+    assert [picture.name for picture in pictures] == ["memory.png", "step.png"]
+    for picture in pictures:
+        assert picture.parent == tmp_path / "new" / "folder"
+        assert picture.read_bytes().startswith(b"\x89PNG")

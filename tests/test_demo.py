@@ -18,22 +18,34 @@ from shardstep.cli.demo.exchange import Exchange, Tick
 from shardstep.cli.demo.gpt import GPT, GPTConfig, next_token_loss
 from shardstep.cli.demo.launch import WorkerError, describe_failure, run_workers
 from shardstep.cli.demo.make_text import PATH, make_text
-from shardstep.cli.demo.picture import draw_figure, write_picture
+from shardstep.cli.demo.picture import draw_memory, draw_step, write_pictures
 from shardstep.cli.demo.progress import show_progress
 from shardstep.cli.demo.report import format_nbytes, make_table, summarise
-from shardstep.cli.demo.result import PLAIN, SHARDED, RankMemory, Result, Run
-from shardstep.cli.demo.settings import Settings
-from shardstep.cli.demo.worker import read_loopback_counter, same_bits
+from shardstep.cli.demo.result import RankMemory, Result, Run
+from shardstep.cli.demo.settings import OPTIMIZERS, Settings
+from shardstep.cli.demo.worker import difference, read_loopback_counter
 
 TINY = GPTConfig(vocab=11, block=8, layers=2, heads=2, width=16)
 
 
-def make_result(ranks: int = 2, sent: float | None = 4e6) -> Result:
+NAMES = OPTIMIZERS["adamw"]
+PLAIN = NAMES[0]
+
+
+def make_result(ranks: int = 2, sent: float | None = 4e6, differs_by: float = 0.0) -> Result:
     """A model of 1 M parameters whose state divides evenly."""
-    whole, shard = RankMemory(4_000_000, 4_000_000, 8_000_000), RankMemory(4_000_000, 4_000_000, 8_000_000 // ranks)
-    plain = Run(PLAIN, (4.0, 2.0), (whole,) * ranks, sent, seconds_per_step=0.1)
-    sharded = Run(SHARDED, (4.0, 2.0), (shard,) * ranks, None if sent is None else 1.5 * sent, seconds_per_step=0.11)
-    return Result(1_000_000, plain, sharded, equal_on_rank=(True,) * ranks)
+    memory = (
+        RankMemory(4_000_000, 4_000_000, 8_000_000),
+        RankMemory(4_000_000, 4_000_000, 8_000_000 // ranks),
+        RankMemory(4_000_000, 4_000_000 // ranks, 8_000_000 // ranks),
+    )
+    runs = tuple(
+        Run(name, (4.0, 2.0), (held,) * ranks, sent and factor * sent, seconds, (apart,) * ranks)
+        for name, held, factor, seconds, apart in zip(
+            NAMES, memory, (1, 1.5, 1), (0.1, 0.11, 0.09), (0.0, 0.0, differs_by), strict=True
+        )
+    )
+    return Result(1_000_000, "cpu", runs)
 
 
 # The text
@@ -103,10 +115,10 @@ def test_loopback_counter_reads_the_bytes_sent(tmp_path):
     assert read_loopback_counter(tmp_path / "missing") is None
 
 
-def test_same_bits_tells_zeros_apart_and_takes_nan_for_itself():
-    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
-    assert same_bits([nan, zero], [nan.clone(), zero.clone()])
-    assert not same_bits([zero], [-zero])
+def test_the_difference_tells_zeros_apart_and_takes_nan_for_itself():
+    nan, zero, two = torch.tensor([float("nan")]), torch.tensor([0.0]), torch.tensor([2.0])
+    assert difference([nan, zero], [nan.clone(), zero.clone()]) == 0.0
+    assert difference([two], [torch.tensor([1.5])]) == 0.25
 
 
 # What travels to the command
@@ -138,19 +150,21 @@ def printed(result: Result) -> str:
     return console.file.getvalue()
 
 
-def test_table_shows_both_runs():
+def test_table_shows_all_runs():
     rows = {row[0]: row[1:] for row in (re.split(r"  +", line.strip()) for line in printed(make_result()).splitlines())}
-    assert rows["loss, last step"] == ["2.000000", "2.000000"]
-    assert rows["final parameters"] == ["equal on every rank"]
-    assert rows["optimizer state, rank 0"] == rows["optimizer state, rank 1"] == ["8.0 MB", "4.0 MB"]
-    assert rows["sent per rank and step"] == ["4.0 MB", "6.0 MB"]
-    assert rows["time per step"] == ["100 ms", "110 ms"]
+    assert rows["loss, last step"] == ["2.000000"] * 3
+    assert rows["final parameters"] == ["equal bits"] * 2
+    assert rows["optimizer state, rank 0"] == rows["optimizer state, rank 1"] == ["8.0 MB", "4.0 MB", "4.0 MB"]
+    assert rows["gradients, rank 1"] == ["4.0 MB", "4.0 MB", "2.0 MB"]
+    assert rows["sent per rank and step"] == ["4.0 MB", "6.0 MB", "4.0 MB"]
+    assert rows["time per step"] == ["100 ms", "110 ms", "90 ms"]
 
 
-def test_table_says_where_parameters_differ_and_what_is_not_known():
-    text = printed(replace(make_result(ranks=3, sent=None), equal_on_rank=(True, False, False)))
-    assert "different on rank 1, 2" in text
-    assert "n/a" in text
+def test_table_says_how_far_parameters_differ_and_what_is_not_known():
+    result = make_result(ranks=3, sent=None, differs_by=3e-7)
+    assert "within 3e-07" in printed(result)
+    assert "n/a" in printed(result)
+    assert "depend on their order" in summarise(result)[0]
 
 
 def test_table_of_many_ranks_stays_short():
@@ -159,7 +173,9 @@ def test_table_of_many_ranks_stays_short():
 
 
 def test_summary_names_the_saving():
-    assert summarise(make_result())[1] == "Optimizer state per rank: 8.0 MB without shardstep, at most 4.0 MB with it."
+    assert summarise(make_result())[1] == (
+        "Optimizer state per rank: 8.0 MB without shardstep, at most 4.0 MB with shard(). Gradients: 4.0 MB, 2.0 MB."
+    )
 
 
 def test_bytes_are_written_with_their_unit():
@@ -169,28 +185,35 @@ def test_bytes_are_written_with_their_unit():
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_picture_has_a_bar_of_three_layers_for_each_rank_and_run(ranks, tmp_path):
     result = make_result(ranks)
-    axes = draw_figure(result).axes[0]
-    assert len(axes.patches) == 3 * 2 * ranks
-    assert [patch.get_height() for patch in axes.patches[:6]] == [4, 4, 8, 4, 4, 8 / ranks]
+    axes = draw_memory(result).axes[0]
+    assert len(axes.patches) == 3 * 3 * ranks
+    heights = [patch.get_height() for patch in axes.patches[:9]]
+    assert heights == [4, 4, 8, 4, 4, 8 / ranks, 4, 4 / ranks, 8 / ranks]
     assert axes.get_ylabel() == "memory per rank (MB)"
-    write_picture(result, tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    for path in write_pictures(result, tmp_path):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_second_picture_has_time_and_bytes_where_they_are_known():
+    panels = [[patch.get_height() for patch in axes.patches] for axes in draw_step(make_result()).axes]
+    assert panels == [pytest.approx([100, 110, 90]), [4, 6, 4]]
+    assert len(draw_step(make_result(sent=None)).axes) == 1
 
 
 def test_progress_without_a_terminal_is_four_lines_per_run():
     console = Console(file=io.StringIO())
-    with show_progress((PLAIN, SHARDED), 200, console) as on_tick:
-        for run in (PLAIN, SHARDED):
+    with show_progress(NAMES, 200, console) as on_tick:
+        for run in NAMES:
             for step in range(1, 201):
                 on_tick(Tick(run, step, 1.0))
     lines = console.file.getvalue().splitlines()
-    assert len(lines) == 8
-    assert lines[-1] == "DDP + shardstep: step 200 of 200, loss 1.000"
+    assert len(lines) == 12
+    assert lines[-1] == "shard(): step 200 of 200, loss 1.000"
 
 
 def test_progress_on_a_terminal_is_a_bar():
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
-    with show_progress((PLAIN, SHARDED), 2, console) as on_tick:
+    with show_progress(NAMES, 2, console) as on_tick:
         on_tick(Tick(PLAIN, 1, 4.0))
         on_tick(Tick(PLAIN, 2, 3.0))
     assert "2/2" in console.file.getvalue()
@@ -207,7 +230,7 @@ def start(tmp_path, monkeypatch):
         "import os, pathlib, signal, sys, time\nrank = int(os.environ['RANK'])\nexchange = pathlib.Path(sys.argv[2])\n"
     )
     exchange = Exchange(tmp_path)
-    settings = Settings(ranks=2, steps=1, model="tiny", out=tmp_path)
+    settings = Settings(ranks=2, steps=1, model="tiny", optimizer="adamw", out=tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def run(source: str, on_tick=lambda tick: None) -> Result:

@@ -184,8 +184,8 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a sharded optimizer belongs to its model and to its process group, and cannot be copied or pickled: save it "
-            "with shardstep.save(path, model, opt)"
+            "a sharded optimizer belongs to its model and to its process group, and cannot be copied or pickled: save "
+            "it with shardstep.save(path, model, opt)"
         )
 
     # -- stepping -----------------------------------------------------------------------------------------------------

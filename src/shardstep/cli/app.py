@@ -14,8 +14,8 @@ from shardstep.cli.demo.exchange import Exchange
 from shardstep.cli.demo.launch import WorkerError, run_workers
 from shardstep.cli.demo.progress import show_progress
 from shardstep.cli.demo.report import format_count, make_table, summarise
-from shardstep.cli.demo.result import PLAIN, SHARDED, Result
-from shardstep.cli.demo.settings import SIZES, Settings, find_problems
+from shardstep.cli.demo.result import Result
+from shardstep.cli.demo.settings import OPTIMIZERS, SIZES, Settings, find_problems
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -42,27 +42,32 @@ def shardstep(
     """
 
 
-@app.command(short_help="Train a small GPT twice, without and with shardstep.")
+@app.command(short_help="Train a small GPT without and with shardstep, and compare.")
 def demo(
     ranks: Annotated[int, typer.Option(help="Processes to train on, all on this machine.")] = 2,
-    steps: Annotated[int, typer.Option(help="Training steps of each of the two runs.")] = 200,
+    steps: Annotated[int, typer.Option(help="Training steps of each of the three runs.")] = 120,
     model: Annotated[str, typer.Option(metavar="|".join(SIZES), help="The size of the GPT.")] = "small",
-    out: Annotated[Path, typer.Option(help="The folder that gets the picture; made if missing.")] = Path(
+    optimizer: Annotated[
+        str, typer.Option(metavar="|".join(OPTIMIZERS), help="AdamW, or Muon for the matrices and AdamW for the rest.")
+    ] = "adamw",
+    out: Annotated[Path, typer.Option(help="The folder that gets the pictures; made if missing.")] = Path(
         "shardstep-demo"
     ),
 ) -> None:
-    """Train a small GPT twice, with DDP + AdamW and with DDP + shardstep, and compare.
+    """Train a small GPT in three ways and compare: DDP + AdamW, DDP + the drop-in optimizer, and shard().
 
-    Both runs start from the same weights and see the same text. At the end a table says whether the parameters are
-    equal, how much optimizer state each rank keeps and how many bytes it sends; a picture shows the memory of every
-    rank. Runs on the CPU, in about a minute on two cores.
+    All start from the same weights and see the same text, and take turns. At the end a table says whether the
+    parameters are equal, how much optimizer state and gradients each rank keeps, how many bytes it sends and how long a
+    step takes; one picture shows the memory of every rank, another what a step costs. Runs on GPUs where there are
+    some, else on the CPU: in about a minute and a half on two cores.
 
     \b
         shardstep demo
         shardstep demo --model tiny --steps 50 --ranks 4 --out four-ranks
+        shardstep demo --optimizer muon
     """
     console = Console(highlight=False, markup=False)  # a folder may be called [bold]
-    settings = Settings(ranks=ranks, steps=steps, model=model, out=out)
+    settings = Settings(ranks=ranks, steps=steps, model=model, optimizer=optimizer, out=out)
     problems = find_problems(settings)
     if problems:
         _leave(MISUSED, *problems)
@@ -83,21 +88,20 @@ def _leave(status: int, *sentences: str) -> NoReturn:
 
 def _train(settings: Settings, console: Console) -> Result:
     steps, ranks = format_count(settings.steps, "step"), format_count(settings.ranks, "rank")
-    console.print(f"Training the same GPT twice, {steps} each, on {ranks} of this machine.")
+    console.print(f"Training the same GPT in three ways, {steps} each, on {ranks} of this machine.")
     with (
         TemporaryDirectory(prefix="shardstep-demo-") as folder,
-        show_progress((PLAIN, SHARDED), settings.steps, console) as on_tick,
+        show_progress(OPTIMIZERS[settings.optimizer], settings.steps, console) as on_tick,
     ):
         return run_workers(settings, Exchange(Path(folder)), on_tick)
 
 
 def _report(result: Result, out: Path, console: Console) -> None:
     # Only now: `--help` need not wait for matplotlib.
-    from shardstep.cli.demo.picture import write_picture
+    from shardstep.cli.demo.picture import write_pictures
 
     out.mkdir(parents=True, exist_ok=True)
-    picture = out / "memory.png"
-    write_picture(result, picture)
+    memory, step = write_pictures(result, out)
     console.print(make_table(result))
-    for sentence in (*summarise(result), f"Memory per rank, as a picture: {picture}"):
+    for sentence in (*summarise(result), f"As pictures, memory per rank: {memory}", f"and what a step costs: {step}"):
         console.print(sentence, soft_wrap=True)

@@ -62,8 +62,8 @@ def run_workers(
 def _command(settings: Settings, exchange: Exchange, worker: str) -> list[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(settings.ranks), "--redirects", "3", "--log-dir", str(exchange.logs)]
-    arguments = ["--exchange", str(exchange.folder), "--model", settings.model, "--steps", str(settings.steps)]
-    return [*torchrun, "-m", worker, *arguments]
+    arguments = ["--exchange", str(exchange.folder), "--model", settings.model, "--optimizer", settings.optimizer]
+    return [*torchrun, "-m", worker, *arguments, "--steps", str(settings.steps)]
 
 
 def _count_cores() -> int:

@@ -1,4 +1,4 @@
-"""What a run found out, as a table and two sentences; and how numbers are written here and in the picture."""
+"""What the runs found out, as a table and two sentences; and how numbers are written here and in the picture."""
 
 from __future__ import annotations
 
@@ -9,42 +9,50 @@ from shardstep.cli.demo.result import Result, Run
 
 # Beyond this many ranks the table shows the largest only: one line per rank would fill the screen.
 MAX_RANKS_LISTED = 4
+_WHY_NOT_EQUAL = "(Sums of three or more ranks' gradients depend on their order, and on a GPU a step rounds otherwise.)"
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def make_table(result: Result) -> Table:
-    plain, sharded = result.plain, result.sharded
+    runs = result.runs
     table = Table(box=box.SIMPLE_HEAD, caption=_describe_counter(result), caption_justify="left")
     table.add_column("")
-    table.add_column(plain.name, justify="right")
-    table.add_column(sharded.name, justify="right")
-    table.add_row("loss, first step", f"{plain.losses[0]:.6f}", f"{sharded.losses[0]:.6f}")
-    table.add_row("loss, last step", f"{plain.losses[-1]:.6f}", f"{sharded.losses[-1]:.6f}")
-    table.add_row("final parameters", "", describe_equality(result), end_section=True)
-    for label, plain_nbytes, sharded_nbytes in _state_rows(result):
-        table.add_row(f"optimizer state, {label}", format_nbytes(plain_nbytes), format_nbytes(sharded_nbytes))
-    table.add_row("sent per rank and step", _format_sent(plain), _format_sent(sharded))
-    table.add_row("time per step", _format_seconds(plain), _format_seconds(sharded))
+    for run in runs:
+        table.add_column(run.name, justify="right")
+    table.add_row("loss, first step", *(f"{run.losses[0]:.6f}" for run in runs))
+    table.add_row("loss, last step", *(f"{run.losses[-1]:.6f}" for run in runs))
+    table.add_row("final parameters", "", *(describe_equality(run) for run in runs[1:]), end_section=True)
+    for what in ("optimizer_state", "gradients"):
+        for label, ranks in _ranks_listed(result):
+            held = [format_nbytes(max(getattr(run.memory[rank], what) for rank in ranks)) for run in runs]
+            table.add_row(f"{what.replace('_', ' ')}, {label}", *held)
+    table.add_row("sent per rank and step", *map(_format_sent, runs))
+    table.add_row("time per step", *map(_format_seconds, runs))
     return table
 
 
-def describe_equality(result: Result) -> str:
-    different = [str(rank) for rank, equal in enumerate(result.equal_on_rank) if not equal]
-    return f"different on rank {', '.join(different)}" if different else "equal on every rank"
+def describe_equality(run: Run) -> str:
+    """With the first run's."""
+    worst = max(run.differs_by)
+    return "equal bits" if worst == 0 else f"within {worst:.0e}"
 
 
 def summarise(result: Result) -> list[str]:
     """The finding as sentences, with the numbers it rests on."""
-    steps = format_count(result.steps, "step")
-    plain, sharded = format_nbytes(largest_state(result.plain)), format_nbytes(largest_state(result.sharded))
+    plain, fast = result.runs[0], result.runs[-1]
+    same = ", ".join(f"{run.name} {describe_equality(run)}" for run in result.runs[1:])
+    state = [format_nbytes(largest(run, "optimizer_state")) for run in (plain, fast)]
+    gradients = [format_nbytes(largest(run, "gradients")) for run in (plain, fast)]
     return [
-        f"After {steps} the parameters of both runs, compared bit for bit, are {describe_equality(result)}.",
-        f"Optimizer state per rank: {plain} without shardstep, at most {sharded} with it.",
+        f"After {format_count(result.steps, 'step')} the parameters are those of {plain.name}: {same}."
+        + ("" if all(max(run.differs_by) == 0 for run in result.runs) else f" {_WHY_NOT_EQUAL}"),
+        f"Optimizer state per rank: {state[0]} without shardstep, at most {state[1]} with shard(). "
+        f"Gradients: {gradients[0]}, {gradients[1]}.",
     ]
 
 
-def largest_state(run: Run) -> int:
-    return max(memory.optimizer_state for memory in run.memory)
+def largest(run: Run, what: str) -> int:
+    return max(int(getattr(memory, what)) for memory in run.memory)
 
 
 def format_count(number: int, noun: str) -> str:
@@ -58,13 +66,10 @@ def format_nbytes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def _state_rows(result: Result) -> list[tuple[str, int, int]]:
+def _ranks_listed(result: Result) -> list[tuple[str, range]]:
     if result.ranks > MAX_RANKS_LISTED:
-        return [(f"largest of {result.ranks} ranks", largest_state(result.plain), largest_state(result.sharded))]
-    pairs = zip(result.plain.memory, result.sharded.memory, strict=True)
-    return [
-        (f"rank {rank}", plain.optimizer_state, sharded.optimizer_state) for rank, (plain, sharded) in enumerate(pairs)
-    ]
+        return [(f"largest of {result.ranks} ranks", range(result.ranks))]
+    return [(f"rank {rank}", range(rank, rank + 1)) for rank in range(result.ranks)]
 
 
 def _describe_counter(result: Result) -> str:

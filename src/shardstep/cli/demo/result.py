@@ -6,18 +6,18 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# The two runs, as the table, the picture and the bars call them.
-PLAIN = "DDP + AdamW"
-SHARDED = "DDP + shardstep"
-
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes of the tensors that one rank holds between two steps."""
+    """Bytes of the tensors that one rank holds between backward and step."""
 
     parameters: int
     gradients: int
     optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,25 @@ class Run:
     memory: tuple[RankMemory, ...]  # one per rank
     sent_per_rank_and_step: float | None  # bytes, the mean over the ranks; None where the system does not count them
     seconds_per_step: float  # the median
+    # By rank: how far its final parameters are from the first run's, in units of the largest; 0 if no bit differs.
+    differs_by: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
+    """`runs`: without shardstep, with the drop-in, with the fast lane."""
+
     numel: int  # the model's parameters
-    plain: Run
-    sharded: Run
-    equal_on_rank: tuple[bool, ...]  # whether both runs ended with the same parameters, bit for bit
+    device: str  # "cpu" or "cuda"
+    runs: tuple[Run, ...]
+
+    @property
+    def plain(self) -> Run:
+        return self.runs[0]
 
     @property
     def ranks(self) -> int:
-        return len(self.equal_on_rank)
+        return len(self.plain.memory)
 
     @property
     def steps(self) -> int:
@@ -50,14 +57,9 @@ class Result:
     @classmethod
     def from_json(cls, text: str) -> Result:
         fields = json.loads(text)
-        return cls(
-            numel=fields["numel"],
-            plain=_read_run(fields["plain"]),
-            sharded=_read_run(fields["sharded"]),
-            equal_on_rank=tuple(fields["equal_on_rank"]),
-        )
+        return cls(fields["numel"], fields["device"], tuple(_read_run(run) for run in fields["runs"]))
 
 
 def _read_run(fields: dict[str, Any]) -> Run:
-    memory = tuple(RankMemory(**rank) for rank in fields["memory"])
-    return Run(**{**fields, "losses": tuple(fields["losses"]), "memory": memory})
+    tuples = {key: tuple(fields[key]) for key in ("losses", "differs_by")}
+    return Run(**{**fields, **tuples, "memory": tuple(RankMemory(**rank) for rank in fields["memory"])})

@@ -29,11 +29,19 @@ SIZES = {
 }
 
 
+# What the runs are called: without shardstep, with the drop-in, with the fast lane. By what steps the parameters.
+OPTIMIZERS = {
+    "adamw": ("DDP + AdamW", "DDP + drop-in", "shard()"),
+    "muon": ("DDP + Muon, AdamW", "DDP + drop-in", "shard()"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     ranks: int
     steps: int
     model: str  # a key of SIZES
+    optimizer: str  # a key of OPTIMIZERS
     out: Path
 
 
@@ -46,6 +54,8 @@ def find_problems(settings: Settings) -> list[str]:
         problems.append(f"--steps must be at least 1, got {settings.steps}.")
     if settings.model not in SIZES:
         problems.append(f"--model must be {' or '.join(SIZES)}, got {settings.model!r}.")
+    if settings.optimizer not in OPTIMIZERS:
+        problems.append(f"--optimizer must be {' or '.join(OPTIMIZERS)}, got {settings.optimizer!r}.")
     return problems + _problems_with_folder(settings.out)
 
 
