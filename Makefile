@@ -3,7 +3,9 @@
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
 # make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
 # Everything lives in .venv; nothing is installed twice.
-PYTHON ?= python3.11
+# Any Python from 3.10 on, 3.11 first because the pinned packages were tried with it; PYTHON=... chooses another.
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10 python3 python,$(shell \
+	$(name) -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(name))))
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -56,9 +58,14 @@ bench: $(READY)
 	$(BIN)/python benchmarks/host_work.py
 	$(BIN)/python benchmarks/scale.py
 
+$(VENV):
+	@test -n "$(PYTHON)" || { echo "shardstep needs Python 3.10 or newer with its venv module, and none is found here:" \
+		"install one (Debian: apt-get install python3 python3-venv), or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
 # The stamp is newer than what it was made from: an edited requirements.txt or pyproject.toml installs again, nothing else does.
 $(READY): requirements.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || $(MAKE) --no-print-directory $(VENV)
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $(READY)
