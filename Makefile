@@ -1,6 +1,7 @@
 # make demo: train a small GPT on two ranks, with DDP + AdamW and with shardstep.   make test: the tests.
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
+# make docs: the site, in site/.
 # make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
 # Everything lives in .venv; nothing is installed twice.
 # Any Python from 3.10 on, 3.11 first because the pinned packages were tried with it; PYTHON=... chooses another.
@@ -10,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu fuzz test-third-party third-party-table check lint bench bench-gpu clean
+.PHONY: demo test test-gpu fuzz test-third-party third-party-table check lint docs bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
@@ -43,6 +44,17 @@ $(THIRD_PARTY)/.ready: requirements-third-party.txt $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(THIRD_PARTY) --requirement requirements-third-party.txt
 	touch $@
 
+# The site, in site/. A warning is an error.
+DOCS := .docs
+docs: $(DOCS)/.ready
+	PYTHONPATH=$(DOCS) $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs site
+	@echo "The site is in site/index.html"
+
+$(DOCS)/.ready: requirements-docs.txt $(READY)
+	rm -rf $(DOCS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(DOCS) --requirement requirements-docs.txt
+	touch $@
+
 check: lint test
 
 lint: $(READY)
@@ -71,4 +83,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(THIRD_PARTY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(THIRD_PARTY) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

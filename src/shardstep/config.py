@@ -20,34 +20,36 @@ STEP = ("after", "backward")
 class ShardConfig:
     """The defaults are right for most; each option is here because a measurement or a program needs the other choice.
 
-    layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors, and takes the finest that is exact
-        for torch's own and for known ones; WHOLE for others, whose later steps it does not see. FLAT cuts those, too.
-    bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: with Gloo
-        25, and 8 between hosts, where links are slow and the first bytes should go early; with NCCL 64, of a small
-        model a third of it (with gather="overlap" a fifteenth), of a large one a forty-eighth, up to 128
-        (wire/collectives.py says why).
-    gradients: "shard" leaves each rank its part, and `param.grad` raises. "keep" leaves the whole mean in `param.grad`,
-        as DDP does, for programs that read it; that is half as many bytes again on the wire.
-    gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward, and
-        whatever touches one waits for it.
-    reduce_dtype: of gradients on the wire, None for their own.
-    ordered_sums: with Gloo gradients are summed in the order of the ranks, in float32 at least, in any case. With NCCL
-        the sum is taken in the network, in the dtype of the wire and an order of NCCL's own, which is the same from run
-        to run on the same machines. True: as with Gloo, by an all-to-all, at a price (docs/concepts.md).
-    master: of bf16 and fp16 parameters. "fp32": each rank keeps its pieces in float32 and steps those; parameters and
-        gradients travel in 16 bits. "none": they are stepped as they are, and small steps are lost to rounding.
-        "stochastic" (bf16 alone): stepped in float32 and rounded up or down by chance, so that small steps count on
-        average; the noise depends on the element and the step, and not on the number of ranks.
-    kernel: "auto" steps cut parameters on a GPU by one pass over memory, where Triton is there and the optimizer is
-        one that it reproduces (Adam, AdamW, SGD, Lion). "torch" leaves it to the optimizer's class.
-    step: "after" backward, in `step()`; or inside "backward", each bucket as soon as it is reduced, so that gradients
-        are never all alive (torch's optimizers only). Then nothing that needs all gradients at once works (clipping by
-        norm, a GradScaler), and a pass outside no_sync() is a step: `step()` must follow it.
-    ema: keep an exponential moving average of the weights with this decay, 1/N of it on each of N ranks;
-        `with opt.ema():` the model has it.
-    sync_buffers: whether module buffers (running means) follow rank 0 in every step.
-    audit: every so many steps all ranks compare what they hold (parameters, buffers, options), and raise if one holds
-        something else. The host waits for the device then. None: never.
+    Args:
+        layout: how finely parameters are cut. AUTO tries the optimizer on tiny tensors, and takes the finest that is
+            exact for torch's own and for known ones; WHOLE for others, whose later steps it does not see. FLAT cuts
+            those, too.
+        bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: with
+            Gloo 25, and 8 between hosts, where links are slow and the first bytes should go early; with NCCL 64, of a
+            small model a third of it (with gather="overlap" a fifteenth), of a large one a forty-eighth, up to 128
+            (wire/collectives.py says why).
+        gradients: "shard" leaves each rank its part, and `param.grad` raises. "keep" leaves the whole mean in
+            `param.grad`, as DDP does, for programs that read it; that is half as many bytes again on the wire.
+        gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward,
+            and whatever touches one waits for it.
+        reduce_dtype: of gradients on the wire, None for their own.
+        ordered_sums: with Gloo gradients are summed in the order of the ranks, in float32 at least, in any case. With
+            NCCL the sum is taken in the network, in the dtype of the wire and an order of NCCL's own, which is the same
+            from run to run on the same machines. True: as with Gloo, by an all-to-all, at a price (docs/concepts.md).
+        master: of bf16 and fp16 parameters. "fp32": each rank keeps its pieces in float32 and steps those; parameters
+            and gradients travel in 16 bits. "none": they are stepped as they are, and small steps are lost to rounding.
+            "stochastic" (bf16 alone): stepped in float32 and rounded up or down by chance, so that small steps count on
+            average; the noise depends on the element and the step, and not on the number of ranks.
+        kernel: "auto" steps cut parameters on a GPU by one pass over memory, where Triton is there and the optimizer is
+            one that it reproduces (Adam, AdamW, SGD, Lion). "torch" leaves it to the optimizer's class.
+        step: "after" backward, in `step()`; or inside "backward", each bucket as soon as it is reduced, so that
+            gradients are never all alive (torch's optimizers only). Then nothing that needs all gradients at once works
+            (clipping by norm, a GradScaler), and a pass outside no_sync() is a step: `step()` must follow it.
+        ema: keep an exponential moving average of the weights with this decay, 1/N of it on each of N ranks; `with
+            opt.ema():` the model has it.
+        sync_buffers: whether module buffers (running means) follow rank 0 in every step.
+        audit: every so many steps all ranks compare what they hold (parameters, buffers, options), and raise if one
+            holds something else. The host waits for the device then. None: never.
     """
 
     layout: Layout = Layout.AUTO

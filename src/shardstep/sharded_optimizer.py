@@ -63,7 +63,7 @@ def shard(
         loss.backward(); opt.clip_grad_norm_(1.0); opt.step(); opt.zero_grad()
 
     The model stays as it is: no wrapper. All ranks take the parameters and buffers of the group's first rank. `groups`
-    are param groups, whose "params" may be tensors, names or patterns ("*.bias"), or "rest". `defaults` go to
+    are param groups, whose "params" may be tensors, names or patterns (`"*.bias"`), or "rest". `defaults` go to
     `optimizer_class`. A group may have a class of its own, with options of its own:
 
         groups=[{"params": "blocks.*.weight", "optimizer": torch.optim.Muon, "lr": 0.02},
