@@ -1,0 +1,106 @@
+"""Every Python block in README and docs runs, on several ranks.
+
+The blocks of a page share their names, and follow each other. What a page takes for granted (`model`, `loader`) is made
+here; what a single block needs, in a comment before it that no reader sees: <!-- setup: opt = drop_in() -->.
+A block that cannot be run here says why in such a comment, too: <!-- not run: needs Slurm -->; each is counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import shardstep
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+RANKS = {"docs/how-to.md": 4}  # it makes a group of ranks 1 and 3
+NOT_RUN = 0  # blocks that say so
+_BLOCK = re.compile(r"(?:<!-- (setup|not run): (.*?) -->\n+)?```python\n(.*?)^```$", re.S | re.M)
+
+
+class Block(NamedTuple):
+    line: int
+    setup: str
+    code: str
+    is_run: bool
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (ROOT / page).read_text()
+    return [
+        Block(
+            text[: found.start(3)].count("\n"), found[2] if found[1] == "setup" else "", found[3], found[1] != "not run"
+        )
+        for found in _BLOCK.finditer(text)
+    ]
+
+
+def names() -> dict[str, Any]:
+    """What every page takes for granted."""
+    torch.manual_seed(0)
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    model, ddp = net(), DistributedDataParallel(net())
+    opt = shardstep.shard(net(), torch.optim.AdamW, lr=3e-4)
+
+    def drop_in() -> shardstep.ZeroRedundancyOptimizer:
+        return shardstep.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=3e-4)
+
+    return {
+        "__name__": "a_page", "torch": torch, "nn": nn, "dist": dist, "dcp": dcp, "itertools": itertools, "Join": Join,
+        "shardstep": shardstep, "ZeroRedundancyOptimizer": shardstep.ZeroRedundancyOptimizer,
+        "DistributedDataParallel": DistributedDataParallel, "ddp": ddp, "model": model, "opt": opt, "drop_in": drop_in,
+        "loader": [torch.randn(4, 8) for _ in range(3)], "loss_of": lambda output: output.square().mean(),
+        "params": [nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3, 2))],
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(opt),
+    }  # fmt: skip
+
+
+def run_page(page: str, folder: str) -> int:
+    """In a folder of its own, which all ranks share. Returns how many blocks were run."""
+    os.chdir(folder)
+    known, count = names(), 0
+    for block in blocks_of(page):
+        if block.is_run:
+            code = block.code.replace("range(500)", "range(2)")  # Muon's ten lines train for minutes
+            with mock.patch.object(dist, "init_process_group"):
+                exec(compile(block.setup, f"{page}, setup of line {block.line}", "exec"), known)
+                exec(compile("\n" * block.line + code, page, "exec"), known)
+            count += 1
+    return count
+
+
+def pages_with_blocks() -> list[str]:
+    return [page for page in PAGES if blocks_of(page) and page != "docs/integrations.md"]
+
+
+@pytest.mark.parametrize("page", pages_with_blocks())
+def test_every_block_of_a_page_runs(workers, tmp_path, page):
+    (count, *_) = workers(RANKS.get(page, 2)).run(run_page, page, str(tmp_path), timeout=110)
+    assert count == sum(block.is_run for block in blocks_of(page))
+
+
+def test_blocks_that_are_not_run_are_known():
+    assert sum(not block.is_run for page in PAGES for block in blocks_of(page)) == NOT_RUN
+
+
+def test_every_link_between_pages_leads_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", (ROOT / page).read_text()):
+            if "://" not in target:
+                assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
