@@ -156,7 +156,7 @@ def _nested_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group]:
         group.pop("param_names", None)
         if not all(isinstance(name, str) for name in names):
             raise SourceError(
-                f"{folder.path} numbers its parameters: save get_optimizer_state_dict(model, optimizer), which has names"
+                f"{folder.path} numbers its parameters: get_optimizer_state_dict(model, optimizer) has names"
             )
         groups.append(Group(tuple(names), group))
     return groups

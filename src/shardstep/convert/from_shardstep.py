@@ -30,8 +30,15 @@ def choose(path: Path, told: Told = lambda nbytes: None) -> tuple[Found, list[st
 
 def read(path: Path, told: Told = lambda nbytes: None) -> Source:
     found, passed_over = choose(path, told)
+    source = describe(found)
+    source.notes += [f"passed over: {one}" for one in passed_over]
+    return source
+
+
+def describe(found: Found) -> Source:
+    """Whether its files are whole is not asked."""
     contents = read_contents(found.path)
-    source = Source("a checkpoint of shardstep", found.path, notes=[f"passed over: {one}" for one in passed_over])
+    source = Source("a checkpoint of shardstep", found.path)
     reader = _Reader(found.path, contents)
     first: dict[StoredTensor, str] = {}
     for key in contents.model:

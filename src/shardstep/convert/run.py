@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from shardstep.checkpoint.folder import find
 from shardstep.convert import (
@@ -40,31 +39,38 @@ class Wanted:
     shard_nbytes: int = 5_000_000_000
 
 
-class Progress(Protocol):
-    def __call__(self, what: str, total: int) -> Callable[[int], None]:
-        """Begins with `total` bytes of `what`; the returned one is told how many are done."""
+# Begins with so many bytes of something; what it gives is told how many are done.
+Progress = Callable[[str, int], Callable[[int], None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    kind: str  # of the source, in words
+    nbytes: int  # of tensors
+    notes: list[str]  # what a person should know
 
 
 def silent(what: str, total: int) -> Callable[[int], None]:
     return lambda nbytes: None
 
 
-def convert(wanted: Wanted, progress: Progress = silent) -> Source:
-    """What it was that was converted, with notes."""
+def convert(wanted: Wanted, progress: Progress = silent) -> Done:
     check_free(wanted.dst, force=wanted.force)
     source = describe(wanted, progress)
     if wanted.to == "safetensors":
         missing = to_safetensors.left_out(source, with_state=wanted.with_state)
         source.notes += [f"safetensors has no place for {one}" for one in missing]
     with writing(wanted.dst.absolute(), force=wanted.force) as target:
-        told = progress("written", source.nbytes)
+        is_whole = wanted.to != "safetensors" or wanted.with_state
+        nbytes = source.nbytes if is_whole else sum(one.nbytes for _, one in source.weights())
+        told = progress("written", nbytes)
         if wanted.to == "torch":
             to_torch.write(source, target, told)
         elif wanted.to == "dcp":
             to_dcp.write(source, target, told)
         else:
             to_safetensors.write(source, target, told, with_state=wanted.with_state, shard_nbytes=wanted.shard_nbytes)
-    return source
+    return Done(source.kind, nbytes, source.notes)
 
 
 def describe(wanted: Wanted, progress: Progress = silent) -> Source:

@@ -20,7 +20,7 @@ from shardstep.checkpoint.folder import next_sequence
 from shardstep.checkpoint.manifest import Contents, Parameter, StoredTensor, WrittenFile
 from shardstep.checkpoint.sealing import seal
 from shardstep.checkpoint.storage import Part, StoredObject, metadata_bytes, write_objects, write_parts
-from shardstep.convert.source import Lazy, Source, cut
+from shardstep.convert.source import Lazy, Source, SourceError, cut
 from shardstep.convert.target import Target
 from shardstep.state.wire_format import encode
 
@@ -45,8 +45,7 @@ def write(source: Source, target: Target, told: Told) -> None:
     folder.mkdir()
     written = _Written()
     groups, among_groups = encode({"groups": [_group(one) for one in source.groups]})
-    extra, among_extra = encode({"extra": source.extra, "model": source.others})
-    own = [encode(one) for one in source.extra_of_ranks or ({},)]
+    extra, among_extra, own = _encoded_extra(source)
     small = {"optim.options": among_groups, "extra": among_extra}
     small |= {f"extra_of_rank.{rank}": tensors for rank, (_, tensors) in enumerate(own)}
     if any(small.values()):
@@ -67,6 +66,14 @@ def write(source: Source, target: Target, told: Told) -> None:
     )
     described = metadata_bytes(written.tensors, objects, _paths(source, written, objects))
     seal(folder, contents, written.files, described, next_sequence(target.path.parent), converted_from=source.kind)
+
+
+def _encoded_extra(source: Source) -> tuple[str, list[torch.Tensor], list[tuple[str, list[torch.Tensor]]]]:
+    try:
+        extra, among_extra = encode({"extra": source.extra, "model": source.others})
+        return extra, among_extra, [encode(one) for one in source.extra_of_ranks or ({},)]
+    except TypeError as error:
+        raise SourceError(f"{source.path}: {error}; or --no-extra leaves all of it out") from error
 
 
 def _group(group: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shardstep.stepping.masters import MASTER
 
 Told = Callable[[int], None]
 _ALIGNMENT = 64
-_BESIDE = {MASTER: MASTERS, AVERAGE: AVERAGES}
+BESIDE = {MASTER: MASTERS, AVERAGE: AVERAGES}
 
 
 def write(source: Source, target: Target, told: Told) -> None:
@@ -56,8 +56,8 @@ def _optimizer(source: Source, place: _Places, told: Told, ours: dict[str, Any])
         trained = source.trained[name]
         entry = dict(trained.values)
         for key, tensor in trained.state.items():
-            if key in _BESIDE:
-                ours.setdefault(_BESIDE[key], {})[name] = place(tensor, told)
+            if key in BESIDE:
+                ours.setdefault(BESIDE[key], {})[name] = place(tensor, told)
             else:
                 entry[key] = place(tensor, told)
         if entry:
