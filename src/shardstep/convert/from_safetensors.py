@@ -71,7 +71,7 @@ def read_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         if size < 8 or length > min(size - 8, _MOST_HEADER):
             raise SourceError(f"{path} is damaged: its header would have {length:,} bytes, and the file has {size:,}")
         try:
-            header = dict(json.loads(file.read(length)))
+            header = json.loads(file.read(length))
             metadata = {str(key): str(value) for key, value in header.pop("__metadata__", {}).items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise SourceError(f"{path} is damaged: its header cannot be read ({error})") from error

@@ -29,25 +29,27 @@ def write(source: Source, target: Target, told: Told) -> None:
     spool = target.partial.with_name(target.partial.name + ".tensors")
     try:
         with _mapped(spool, source) as place:
-            torch.save(_arranged(source, place, told), target.partial)
+            arranged = _arranged(source, place)
+            place.fill(told)
+            torch.save(arranged, target.partial)
     finally:
         spool.unlink(missing_ok=True)
     sync_file(target.partial)
 
 
-def _arranged(source: Source, place: _Places, told: Told) -> dict[str, Any]:
+def _arranged(source: Source, place: _Places) -> dict[str, Any]:
     model: dict[str, Any] = {}
     for key, tensor in source.model.items():
-        model[key] = model[source.tied[key]] if key in source.tied else place(tensor, told)
+        model[key] = model[source.tied[key]] if key in source.tied else place(tensor)
     model |= source.others
     ours: dict[str, Any] = {CLASSES: [group.kind for group in source.groups], OF_RANKS: list(source.extra_of_ranks)}
     arranged: dict[str, Any] = {"model": model}
     if source.groups:
-        arranged["optimizer"] = _optimizer(source, place, told, ours)
+        arranged["optimizer"] = _optimizer(source, place, ours)
     return {**arranged, "extra": source.extra, OURS: ours}
 
 
-def _optimizer(source: Source, place: _Places, told: Told, ours: dict[str, Any]) -> dict[str, Any]:
+def _optimizer(source: Source, place: _Places, ours: dict[str, Any]) -> dict[str, Any]:
     """The state_dict of torch's optimizer, with numbers. Masters and averages are none of its state: plain optimizers
     would round the one and carry the other along, so both are beside it, by name."""
     numbers = {name: number for number, name in enumerate(name for group in source.groups for name in group.params)}
@@ -57,9 +59,11 @@ def _optimizer(source: Source, place: _Places, told: Told, ours: dict[str, Any])
         entry = dict(trained.values)
         for key, tensor in trained.state.items():
             if key in BESIDE:
-                ours.setdefault(BESIDE[key], {})[name] = place(tensor, told)
+                # By its other names too: a model loads both, and the last one stays.
+                names = [name, *(other for other, first in source.tied.items() if first == name)]
+                ours.setdefault(BESIDE[key], {}).update(dict.fromkeys(names, place(tensor)))
             else:
-                entry[key] = place(tensor, told)
+                entry[key] = place(tensor)
         if entry:
             state[number] = entry
     groups = [
@@ -74,13 +78,20 @@ class _Places:
 
     def __init__(self, memory: Any) -> None:
         self._memory, self._next = memory, 0
+        self._open: list[tuple[Lazy, torch.Tensor]] = []
 
-    def __call__(self, tensor: Lazy, told: Told) -> torch.Tensor:
+    def fill(self, told: Told) -> None:
+        """When all have their places: small things that stay, made between large ones that go, would leave holes in
+        memory into which the next large one does not fit, and so take it all (test_convert_memory.py)."""
+        for tensor, made in self._open:
+            tensor.copy_to(made, told)
+
+    def __call__(self, tensor: Lazy) -> torch.Tensor:
         if not tensor.numel:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         made = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel, offset=self._next)
         made = made.view(tensor.shape)
-        tensor.copy_to(made, told)
+        self._open.append((tensor, made))
         self._next += _aligned(tensor.nbytes)
         return made
 
