@@ -134,6 +134,22 @@ def test_consolidated_state_dicts_of_both_zero_optimizers_are_read(workers, tmp_
             same(file["optimizer"]["state"][number], dict(opt.state[param]))
 
 
+def saves_two_classes(folder: str) -> None:
+    model, opt = KINDS["muon and adamw"].build()
+    train(model, opt, range(2))
+    shardstep.save(f"{folder}/saved", model, opt)
+
+
+def test_groups_of_two_classes_are_told_of_and_go_back_as_they_were(workers, tmp_path):
+    workers(2).run(saves_two_classes, str(tmp_path))
+    done = to("torch", tmp_path / "saved", tmp_path / "plain.pt")
+    assert any("Muon" in note and "AdamW" in note for note in done.notes)
+    to("dcp", tmp_path / "plain.pt", tmp_path / "again")
+    texts = [json.loads((tmp_path / name / "contents.json").read_text()) for name in ("saved", "again")]
+    assert texts[0]["groups"] == texts[1]["groups"]
+    assert texts[0]["parameters"] == texts[1]["parameters"]
+
+
 # -- masters -----------------------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,8 @@ def inspect_path(
     console = Console(highlight=False, markup=False)
     try:
         kind = recognise(path)
+    except RuntimeError as error:
+        leave("inspect", FAILED, str(error))
     except (ValueError, OSError) as error:
         leave("inspect", MISUSED, str(error))
     try:

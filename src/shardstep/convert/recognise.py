@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from shardstep.checkpoint.folder import find, is_checkpoint
+from shardstep.checkpoint.manifest import CONTENTS, MANIFEST
 
 
 class Kind(Enum):
@@ -31,7 +32,7 @@ _DEEPSPEED_FILES = ("mp_rank_*_model_states.pt", "zero_pp_rank_*_states.pt", "*_
 
 
 def recognise(path: Path) -> Kind:
-    """FileNotFoundError, or ValueError with what was seen."""
+    """FileNotFoundError, ValueError with what was seen, or RuntimeError of a checkpoint that is no longer one."""
     if path.is_dir():
         return _folder(path)
     if not path.exists():
@@ -52,6 +53,10 @@ def recognise(path: Path) -> Kind:
 def _folder(path: Path) -> Kind:
     if is_checkpoint(path):
         return Kind.SHARDSTEP
+    if (path / CONTENTS).is_file():
+        raise RuntimeError(
+            f"{path} is a checkpoint of shardstep without {MANIFEST}, which is written last: incomplete, and not read"
+        )
     if (path / ".metadata").is_file():
         return Kind.DCP
     if _is_deepspeed(path):

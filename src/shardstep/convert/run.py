@@ -60,6 +60,12 @@ def convert(wanted: Wanted, progress: Progress = silent) -> Done:
     if wanted.to == "safetensors":
         missing = to_safetensors.left_out(source, with_state=wanted.with_state)
         source.notes += [f"safetensors has no place for {one}" for one in missing]
+    kinds = sorted({group.kind for group in source.groups if group.kind})
+    if wanted.to == "torch" and len(kinds) > 1:
+        source.notes.append(
+            f"the groups were trained by {' and '.join(kinds)}: one optimizer of torch has one class, so load each "
+            "group into its own"
+        )
     with writing(wanted.dst.absolute(), force=wanted.force) as target:
         is_whole = wanted.to != "safetensors" or wanted.with_state
         nbytes = source.nbytes if is_whole else sum(one.nbytes for _, one in source.weights())
