@@ -69,7 +69,9 @@ def _copy_results(app: Any) -> None:
         title, _, rest = text.partition("\n")
         _write_if_changed(folder / name, f"{title}: {Path(name).stem}\n{rest}")
     listed = "\n".join(Path(name).stem for name in names)
-    _write_if_changed(folder / "index.md", f"# Results of benchmarks\n\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n")
+    _write_if_changed(
+        folder / "index.md", f"# Results of benchmarks\n\n```{{toctree}}\n:maxdepth: 1\n\n{listed}\n```\n"
+    )
 
 
 def _write_if_changed(path: Path, text: str) -> None:

@@ -29,11 +29,19 @@ def test_help_does_not_wait_for_torch():
     subprocess.run([sys.executable, "-c", loaded], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
-def test_help_shows_an_example_line(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--help"], "shardstep demo"),
+        (["demo", "--help"], "shardstep demo"),
+        (["inspect", "--help"], "shardstep inspect run"),
+        (["convert", "--help"], "shardstep convert run model.pt --to torch"),
+    ],
+)
+def test_help_shows_an_example_line(arguments, line):
     result = invoke(*arguments)
     assert result.exit_code == 0
-    assert "\n      shardstep demo\n" in result.output
+    assert f"\n      {line}\n" in result.output
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,13 +139,16 @@ def size_problems(found: Found) -> Iterator[str]:
             yield f"{path} has {size:,} bytes and was written with {written.nbytes:,}"
 
 
-def checksum_problems(found: Found, names: Iterable[str]) -> Iterator[str]:
-    """Of these files; all of their bytes are read."""
+def checksum_problems(
+    found: Found, names: Iterable[str], told: Callable[[int], None] = lambda nbytes: None
+) -> Iterator[str]:
+    """Of these files; all of their bytes are read, and `told` gets how many were."""
     for name in names:
         path = found.path / name
         crc = 0
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
                 crc = zlib.crc32(block, crc)
+                told(len(block))
         if crc != found.manifest.files[name].crc32:
             yield f"{path} is damaged: its checksum is not the one it was written with"

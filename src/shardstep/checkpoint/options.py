@@ -39,7 +39,7 @@ def group_problems(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str
         theirs = _group_for(group["params"], saved)
         if theirs is None:
             continue
-        if theirs["class"] != group["class"]:
+        if theirs["class"] and theirs["class"] != group["class"]:  # a converted one may not know
             problems.append(f"group {number} was trained by {theirs['class']}, and is trained by {group['class']} here")
         apart = [name for name in group["params"] if name in known and name not in theirs["params"]]
         if apart:

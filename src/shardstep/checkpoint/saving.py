@@ -6,31 +6,20 @@ import hashlib
 import json
 import secrets
 import shutil
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-import shardstep
 from shardstep.checkpoint.background import Saving, finish_last, stage, start
 from shardstep.checkpoint.contents import MODEL, Entry, Holding, model_entries, model_parts, unwrapped
 from shardstep.checkpoint.folder import begin, commit, next_sequence, partial_of, prune, write_durably
-from shardstep.checkpoint.manifest import (
-    CONTENTS,
-    MANIFEST,
-    Contents,
-    Manifest,
-    Parameter,
-    StoredTensor,
-    WrittenFile,
-    stored_tensor,
-)
+from shardstep.checkpoint.manifest import Contents, Parameter, StoredTensor, WrittenFile, stored_tensor
 from shardstep.checkpoint.ranks import Ranks
+from shardstep.checkpoint.sealing import seal
 from shardstep.checkpoint.storage import Part, join_chunks, metadata_bytes, write_parts
 from shardstep.checkpoint.together import ranks_of
 from shardstep.checkpoint.trainers import trainer_of
@@ -193,14 +182,7 @@ def _finish(job: Job, partial: Path, path: Path, token: str, ranks: Ranks, keep:
     }
     model = tuple(entry.key for entry in job.model)
     contents = Contents(ranks.world_size, parameters, job.groups, tensors, model, job.extra, own)
-    files[CONTENTS] = _written(write_durably(partial / CONTENTS, contents.to_json()))
-    metadata = metadata_bytes(tensors)
-    (partial / ".metadata").write_bytes(metadata)
-    files[".metadata"] = _written(metadata)
-    writer = {"shardstep": shardstep.__version__, "torch": torch.__version__, "ranks": str(ranks.world_size)}
-    saved = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    manifest = Manifest(next_sequence(path.parent), saved, writer, files)
-    write_durably(partial / MANIFEST, manifest.to_json())
+    seal(partial, contents, files, metadata_bytes(tensors), next_sequence(path.parent))
     commit(partial, path, token)
     if keep is not None:
         prune(path.parent, keep)
@@ -224,7 +206,3 @@ def _read_parts(partial: Path, world_size: int) -> tuple[Any, Any, Any, Any, Any
         own.append(text["own"])
         place.unlink()
     return tensors, files, state, values, tuple(own)
-
-
-def _written(payload: bytes) -> WrittenFile:
-    return WrittenFile(len(payload), zlib.crc32(payload))

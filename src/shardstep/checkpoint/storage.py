@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -53,8 +54,17 @@ class Wish:
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """Where a value lies that torch.save wrote, for programs that read with torch.distributed.checkpoint."""
+
+    file: str
+    start: int
+    length: int
+
+
 def write_parts(
-    folder: Path, rank: int, parts: Sequence[Part]
+    folder: Path, rank: int, parts: Iterable[Part]
 ) -> tuple[dict[str, StoredTensor], dict[str, WrittenFile]]:
     """One file of this rank's, durable when this returns: what is in it, and its size and checksum.
 
@@ -109,9 +119,32 @@ class _CheckedStream:
         self._file.flush()
 
 
-def metadata_bytes(tensors: Mapping[str, StoredTensor]) -> bytes:
-    """torch's own description of the files, so that torch.distributed.checkpoint reads them without us."""
+def write_objects(folder: Path, name: str, values: Sequence[Any]) -> tuple[list[StoredObject], WrittenFile]:
+    """One file of values, durable when this returns."""
+    stored = []
+    with (folder / name).open("wb") as file:
+        stream = _CheckedStream(file)
+        for value in values:
+            start = stream.nbytes
+            torch.save(value, stream)  # type: ignore[arg-type]
+            stored.append(StoredObject(name, start, stream.nbytes - start))
+        file.flush()
+        os.fsync(file.fileno())
+    return stored, WrittenFile(stream.nbytes, stream.crc32)
+
+
+def metadata_bytes(
+    tensors: Mapping[str, StoredTensor],
+    objects: Mapping[str, StoredObject] | None = None,
+    paths: Mapping[str, tuple[Any, ...]] | None = None,
+) -> bytes:
+    """torch's own description of the files, so that torch.distributed.checkpoint reads them without us. `paths`: of
+    keys, how they were nested."""
     metadata = as_metadata(tensors)
+    for key, one in (objects or {}).items():
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(key)] = _StorageInfo(one.file, one.start, one.length)
+    metadata.planner_data = None if paths is None else dict(paths)
     metadata.version = CURRENT_DCP_VERSION
     buffer = io.BytesIO()
     pickle.dump(metadata, buffer)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from shardstep import __version__
+from shardstep.cli.convert_command import convert_path
 from shardstep.cli.demo.exchange import Exchange
 from shardstep.cli.demo.launch import WorkerError, run_workers
 from shardstep.cli.demo.progress import show_progress
 from shardstep.cli.demo.report import format_count, make_table, summarise
 from shardstep.cli.demo.result import Result
 from shardstep.cli.demo.settings import OPTIMIZERS, SIZES, Settings, find_problems
+from shardstep.cli.inspect_command import inspect_path
+from shardstep.cli.leaving import FAILED, INTERRUPTED, MISUSED, leave
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-FAILED, MISUSED, INTERRUPTED = 1, 2, 130  # exit statuses
 
 
 def _print_version(wanted: bool) -> None:
@@ -39,6 +40,12 @@ def shardstep(
     See it at work on this machine, in about a minute:
 
         shardstep demo
+
+    What is in a checkpoint, and what other programs can read:
+
+    \b
+        shardstep inspect run
+        shardstep convert run model.pt --to torch
     """
 
 
@@ -70,20 +77,14 @@ def demo(
     settings = Settings(ranks=ranks, steps=steps, model=model, optimizer=optimizer, out=out)
     problems = find_problems(settings)
     if problems:
-        _leave(MISUSED, *problems)
+        leave("demo", MISUSED, *problems)
     try:
         result = _train(settings, console)
     except WorkerError as failure:
-        _leave(FAILED, str(failure))
+        leave("demo", FAILED, str(failure))
     except KeyboardInterrupt:
-        _leave(INTERRUPTED, "stopped; the workers have ended.")
+        leave("demo", INTERRUPTED, "stopped; the workers have ended.")
     _report(result, settings.out, console)
-
-
-def _leave(status: int, *sentences: str) -> NoReturn:
-    for sentence in sentences:
-        typer.echo(f"shardstep demo: {sentence}", err=True)
-    raise typer.Exit(status)
 
 
 def _train(settings: Settings, console: Console) -> Result:
@@ -105,3 +106,7 @@ def _report(result: Result, out: Path, console: Console) -> None:
     console.print(make_table(result))
     for sentence in (*summarise(result), f"As pictures, memory per rank: {memory}", f"and what a step costs: {step}"):
         console.print(sentence, soft_wrap=True)
+
+
+app.command("inspect", short_help="Say what is in a checkpoint, and whether it is whole.")(inspect_path)
+app.command("convert", short_help="Make a checkpoint of another format, or of another program's.")(convert_path)

@@ -1,0 +1,140 @@
+"""`shardstep inspect`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shardstep.cli.byte_progress import show_bytes
+from shardstep.cli.demo.report import format_count, format_nbytes
+from shardstep.cli.leaving import FAILED, MISUSED, leave
+
+if TYPE_CHECKING:
+    from shardstep.convert.inspection import Summary
+
+
+def inspect_path(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of them, or a foreign one.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes only: no file is read through.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+) -> None:
+    """Say what is in a checkpoint, who wrote it and whether it is whole.
+
+    Of a folder of checkpoints: a table, the newest first. Of a file or folder of another program: what it is, what is
+    in it, and what `shardstep convert` makes of it. The status is 1 if anything is damaged, with the file named.
+    Nothing that is read can run code.
+
+    \b
+        shardstep inspect run
+        shardstep inspect run/step-1000 --quick
+        shardstep inspect weights.safetensors --json
+    """
+    from shardstep.convert.recognise import Kind, recognise
+
+    console = Console(highlight=False, markup=False)
+    try:
+        kind = recognise(path)
+    except RuntimeError as error:
+        leave("inspect", FAILED, str(error))
+    except (ValueError, OSError) as error:
+        leave("inspect", MISUSED, str(error))
+    try:
+        summaries = _summaries(path, kind, console, quick=quick)
+    except (ValueError, RuntimeError, OSError) as error:
+        leave("inspect", FAILED, f"{path} is {kind.value}.", str(error))
+    if as_json:
+        rows = [{**asdict(one), "is_whole": one.is_whole} for one in summaries]
+        typer.echo(json.dumps(rows if kind is Kind.RUN else rows[0], indent=1))
+    elif kind is Kind.RUN:
+        console.print(_list(summaries))
+    else:
+        _describe(summaries[0], console)
+        if kind is not Kind.SHARDSTEP:
+            console.print(kind.remedy.format(path=path), soft_wrap=True)
+    problems = [problem for one in summaries for problem in one.problems]
+    if problems:
+        leave("inspect", FAILED, *problems)
+
+
+def _summaries(path: Path, kind: Any, console: Console, *, quick: bool) -> list[Summary]:
+    # Only now: `--help` need not wait for torch.
+    from shardstep.checkpoint.folder import find
+    from shardstep.convert.inspection import inspect_checkpoint, inspect_folder, inspect_foreign, nbytes_at
+    from shardstep.convert.recognise import Kind
+    from shardstep.convert.run import Wanted, describe
+
+    if kind not in (Kind.SHARDSTEP, Kind.RUN):
+        return [inspect_foreign(describe(Wanted(path, path, "dcp")))]
+    with show_bytes(console) as begin:
+        told = begin("checked", 0 if quick else nbytes_at(path))
+        if kind is Kind.RUN:
+            return inspect_folder(path, told, quick=quick)
+        return [inspect_checkpoint(find(path)[0][0], told, quick=quick)]
+
+
+# -- for a person ------------------------------------------------------------------------------------------------------
+
+
+def _list(summaries: list[Summary]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("checkpoint", "step", "saved", "ranks", "elements", "size", ""):
+        table.add_column(heading, overflow="fold")
+    for one in summaries:
+        table.add_row(
+            Path(one.path).name,
+            "" if one.step is None else str(one.step),
+            _time(one.saved),
+            one.writer.get("ranks", ""),
+            f"{one.elements:,}",
+            format_nbytes(sum(one.nbytes.values())),
+            "complete" if one.is_whole else "DAMAGED",
+        )
+    return table
+
+
+def _time(saved: str) -> str:
+    return saved.replace("T", " ").replace("+00:00", " UTC")
+
+
+def _describe(one: Summary, console: Console) -> None:
+    def say(sentence: str) -> None:
+        console.print(sentence, soft_wrap=True)
+
+    say(f"{one.path}: {one.kind}")
+    if one.step is not None:
+        say(f"step {one.step}")
+    if one.saved:
+        versions = [f"{name} {version}" for name, version in one.writer.items() if name in ("shardstep", "torch")]
+        ranks = format_count(int(one.writer.get("ranks", 1)), "rank")
+        converted = f", converted from {one.writer['converted_from']}" if "converted_from" in one.writer else ""
+        say(f"saved {_time(one.saved)} by {', '.join(versions)}, {ranks}{converted}")
+    dtypes = ", ".join(f"{numel:,} {dtype}" for dtype, numel in one.dtypes.items())
+    trained = f"; the optimizer has {format_count(one.parameters, 'parameter')}" if one.parameters else ""
+    say(f"{format_count(one.tensors, 'tensor')} in the model, {one.elements:,} elements ({dtypes}){trained}")
+    if one.extra:
+        say(f"extra: {', '.join(one.extra)}")
+    console.print(_sizes(one))
+    for number, group in enumerate(one.groups):
+        options = ", ".join(f"{key}={value}" for key, value in group.options.items())
+        count = format_count(group.parameters, "parameter")
+        say(
+            f"group {number}: {group.optimizer or 'optimizer unknown'}, {count}, {group.elements:,} elements: {options}"
+        )
+    if one.files and one.is_whole:
+        say(f"complete: {format_count(one.files, 'file')}, {one.checked} as they were written")
+
+
+def _sizes(one: Summary) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for kind, nbytes in one.nbytes.items():
+        table.add_row(kind, format_nbytes(nbytes))
+    table.add_row("together", format_nbytes(sum(one.nbytes.values())))
+    return table

@@ -1,0 +1,129 @@
+"""What is in a checkpoint, counted: for a person, or as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardstep.checkpoint.folder import Found, checkpoints_in, checksum_problems, find, size_problems
+from shardstep.convert import from_shardstep
+from shardstep.convert.recognise import Kind
+from shardstep.convert.source import Source
+from shardstep.convert.to_torch import BESIDE
+from shardstep.state.wire_format import encode
+
+Told = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSummary:
+    optimizer: str  # its class, or "" where the format does not say
+    parameters: int
+    elements: int
+    options: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Summary:
+    path: str
+    kind: str
+    saved: str = ""  # when, in UTC
+    writer: Mapping[str, str] = field(default_factory=dict)  # versions, and the number of ranks
+    step: Any = None
+    tensors: int = 0  # of the model: parameters and buffers, tied ones once
+    parameters: int = 0  # that an optimizer has
+    elements: int = 0  # of the model
+    dtypes: dict[str, int] = field(default_factory=dict)  # of the model, elements
+    nbytes: dict[str, int] = field(default_factory=dict)  # by kind: model, each key of the state, masters, extra
+    extra: list[str] = field(default_factory=list)  # its keys
+    groups: list[GroupSummary] = field(default_factory=list)
+    files: int = 0
+    checked: str = "nothing"
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.problems
+
+
+def inspect_checkpoint(found: Found, told: Told = lambda nbytes: None, *, quick: bool = False) -> Summary:
+    manifest = found.manifest
+    summary = Summary(str(found.path), Kind.SHARDSTEP.value, manifest.saved, dict(manifest.writer))
+    summary.files, summary.checked = len(manifest.files), "sizes" if quick else "sizes and checksums"
+    summary.problems = list(size_problems(found))
+    if not summary.problems and not quick:
+        summary.problems = list(checksum_problems(found, sorted(manifest.files), told))
+    try:
+        _count(summary, from_shardstep.describe(found))
+    except (ValueError, RuntimeError, OSError, KeyError) as error:  # what damage does to a description
+        if not summary.problems:
+            summary.problems = [f"{found.path} cannot be read: {error}"]
+    return summary
+
+
+def inspect_folder(path: Path, told: Told = lambda nbytes: None, *, quick: bool = False) -> list[Summary]:
+    """The newest first; those whose manifest cannot be read at the end."""
+    found, problems = checkpoints_in(path)
+    summaries = [inspect_checkpoint(one, told, quick=quick) for one in found]
+    return summaries + [Summary(str(path), Kind.SHARDSTEP.value, problems=[problem]) for problem in problems]
+
+
+def inspect_foreign(source: Source) -> Summary:
+    summary = Summary(str(source.path), source.kind)
+    _count(summary, source)
+    return summary
+
+
+def nbytes_at(path: Path) -> int:
+    """To be checked."""
+    return sum(file.nbytes for one in find(path)[0] for file in one.manifest.files.values())
+
+
+def _count(summary: Summary, source: Source) -> None:
+    step = source.extra.get("step")
+    summary.step = step if isinstance(step, int | float) else None
+    weights = dict(source.weights())
+    summary.tensors, summary.elements = len(weights), sum(one.numel for one in weights.values())
+    for one in weights.values():
+        name = str(one.dtype).removeprefix("torch.")
+        summary.dtypes[name] = summary.dtypes.get(name, 0) + one.numel
+    summary.nbytes["model"] = sum(one.nbytes for one in weights.values())
+    for _, key, tensor in source.state():
+        kind = BESIDE.get(key, f"state {key}")
+        summary.nbytes[kind] = summary.nbytes.get(kind, 0) + tensor.nbytes
+    if source.extra or source.extra_of_ranks:
+        summary.nbytes["extra"] = sum(_encoded_nbytes(one) for one in (source.extra, *source.extra_of_ranks))
+    summary.extra = [str(key) for key in source.extra]
+    summary.parameters = len(source.trained)
+    summary.groups = [
+        GroupSummary(
+            group.kind,
+            len(group.params),
+            sum(torch.Size(source.trained[name].shape).numel() for name in group.params),
+            {key: plain(value) for key, value in group.options.items()},
+        )
+        for group in source.groups
+    ]
+
+
+def _encoded_nbytes(extra: Mapping[str, Any]) -> int:
+    try:
+        text, tensors = encode(extra)
+    except TypeError:  # of another format, what ours has no place for: convert says so
+        return 0
+    return len(text) + sum(one.nbytes for one in tensors)
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

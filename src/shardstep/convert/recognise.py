@@ -1,0 +1,91 @@
+"""What a path holds, by its names and first bytes. Nothing is unpickled, and torch is not imported."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+
+from shardstep.checkpoint.folder import find, is_checkpoint
+from shardstep.checkpoint.manifest import CONTENTS, MANIFEST
+
+
+class Kind(Enum):
+    """The formats, and what `convert` makes of each."""
+
+    SHARDSTEP = "a checkpoint of shardstep"
+    RUN = "a folder of checkpoints of shardstep"
+    DCP = "a folder of torch.distributed.checkpoint"
+    DEEPSPEED = "a checkpoint of DeepSpeed"
+    TORCH = "a file of torch.save"
+    SAFETENSORS = "safetensors"
+
+    @property
+    def remedy(self) -> str:
+        """A line for those who have one and want a checkpoint."""
+        if self is Kind.SAFETENSORS:
+            return "`shardstep convert {path} DST --to dcp` makes a checkpoint of its weights"
+        return "`shardstep convert {path} DST --to dcp` makes a checkpoint of it that shardstep.load reads"
+
+
+_DEEPSPEED_FILES = ("mp_rank_*_model_states.pt", "zero_pp_rank_*_states.pt", "*_optim_states.pt")
+
+
+def recognise(path: Path) -> Kind:
+    """FileNotFoundError, ValueError with what was seen, or RuntimeError of a checkpoint that is no longer one."""
+    if path.is_dir():
+        return _folder(path)
+    if not path.exists():
+        if find(path)[0]:  # one that a save had put aside when it was killed
+            return Kind.SHARDSTEP
+        raise FileNotFoundError(f"there is nothing at {path}")
+    with path.open("rb") as file:
+        start = file.read(16)
+    if start[:4] == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
+        return Kind.TORCH
+    if len(start) > 8 and start[8:9] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size:
+        return Kind.SAFETENSORS
+    if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
+        return Kind.SAFETENSORS
+    raise ValueError(f"{path} is neither a file of torch.save nor safetensors: it begins with {start[:8]!r}")
+
+
+def _folder(path: Path) -> Kind:
+    if is_checkpoint(path):
+        return Kind.SHARDSTEP
+    if (path / CONTENTS).is_file():
+        raise RuntimeError(
+            f"{path} is a checkpoint of shardstep without {MANIFEST}, which is written last: incomplete, and not read"
+        )
+    if (path / ".metadata").is_file():
+        return Kind.DCP
+    if _is_deepspeed(path):
+        return Kind.DEEPSPEED
+    if any(is_checkpoint(one) for one in path.iterdir() if one.is_dir()):
+        return Kind.RUN
+    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+        return Kind.SAFETENSORS
+    files = sorted(one.name for one in path.iterdir())[:6]
+    raise ValueError(f"{path} is no checkpoint that is known here; it has {', '.join(files) or 'nothing in it'}")
+
+
+def _is_deepspeed(path: Path) -> bool:
+    places = [path]
+    latest = path / "latest"
+    if latest.is_file():
+        places += [one for one in path.iterdir() if one.is_dir()]
+    return any(any(place.glob(pattern)) for place in places for pattern in _DEEPSPEED_FILES)
+
+
+def names_in(file: Path) -> list[str]:
+    """Names of parameters that a person wrote down: a JSON list, or one in a line."""
+    text = file.read_text()
+    if text.lstrip().startswith("["):
+        try:
+            names = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{file} begins as a JSON list, and is none: {error}") from error
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{file} is a JSON list of something else than names")
+        return list(names)
+    return [line.strip() for line in text.splitlines() if line.strip()]

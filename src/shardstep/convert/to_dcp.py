@@ -1,0 +1,158 @@
+"""Writes a checkpoint that shardstep.load reads on any number of ranks, and stock torch.distributed.checkpoint too.
+
+[Note: stock programs] An FSDP2 program loads {"model": ..., "optim": ...} with dcp.load, which asks for a key for each
+value that it has: `optim.state.<parameter>.<key>` as we name them, and `optim.param_groups.<n>.<option>`, or of a
+program that flattens `optim.param_groups.<parameter>.<option>`. We keep options as JSON. So each is written a second
+time for them, as torch writes it, in a file that we do not read; both names lead to the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardstep.checkpoint.contents import MODEL, STATE, state_key
+from shardstep.checkpoint.folder import next_sequence
+from shardstep.checkpoint.manifest import Contents, Parameter, StoredTensor, WrittenFile
+from shardstep.checkpoint.sealing import seal
+from shardstep.checkpoint.storage import Part, StoredObject, metadata_bytes, write_objects, write_parts
+from shardstep.convert.source import Lazy, Source, SourceError, cut
+from shardstep.convert.target import Target
+from shardstep.state.wire_format import encode
+
+Told = Callable[[int], None]
+_MOST_FILE = 2 << 30  # bytes: several ranks check and read files side by side
+_OBJECTS = "__options_0.distcp"
+
+
+@dataclass
+class _Written:
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    files: dict[str, WrittenFile] = field(default_factory=dict)
+
+    def add(self, folder: Path, parts: Iterator[Part]) -> None:
+        found, files = write_parts(folder, len(self.files), parts)
+        self.tensors |= found
+        self.files |= files
+
+
+def write(source: Source, target: Target, told: Told) -> None:
+    folder = target.partial
+    folder.mkdir()
+    written = _Written()
+    groups, among_groups = encode({"groups": [_group(one) for one in source.groups]})
+    extra, among_extra, own = _encoded_extra(source)
+    small = {"optim.options": among_groups, "extra": among_extra}
+    small |= {f"extra_of_rank.{rank}": tensors for rank, (_, tensors) in enumerate(own)}
+    if any(small.values()):
+        written.add(folder, (part for prefix, tensors in small.items() for part in _numbered(prefix, tensors)))
+    for keys in _files(_tensors(source)):
+        written.add(folder, (part for key, tensor in keys for part in _parts(key, tensor, told)))
+    for key, first in source.tied.items():
+        written.tensors[MODEL + key] = written.tensors[MODEL + first]
+    objects = _write_objects(source, folder, written)
+    contents = Contents(
+        len(own),
+        _parameters(source),
+        groups,
+        written.tensors,
+        tuple(source.model),
+        extra,
+        tuple(text for text, _ in own),
+    )
+    described = metadata_bytes(written.tensors, objects, _paths(source, written, objects))
+    seal(folder, contents, written.files, described, next_sequence(target.path.parent), converted_from=source.kind)
+
+
+def _encoded_extra(source: Source) -> tuple[str, list[torch.Tensor], list[tuple[str, list[torch.Tensor]]]]:
+    try:
+        extra, among_extra = encode({"extra": source.extra, "model": source.others})
+        return extra, among_extra, [encode(one) for one in source.extra_of_ranks or ({},)]
+    except TypeError as error:
+        raise SourceError(f"{source.path}: {error}; or --no-extra leaves all of it out") from error
+
+
+def _group(group: Any) -> dict[str, Any]:
+    return {"params": list(group.params), "class": group.kind, "options": group.options}
+
+
+def _parameters(source: Source) -> dict[str, Parameter]:
+    return {
+        name: Parameter(
+            one.shape,
+            str(one.dtype).removeprefix("torch."),
+            tuple(sorted(one.state)),
+            encode(one.values)[0] if one.values else "",
+        )
+        for name, one in source.trained.items()
+    }
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def _tensors(source: Source) -> Iterator[tuple[str, Lazy]]:
+    for key, tensor in source.weights():
+        yield MODEL + key, tensor
+    for name, key, tensor in source.state():
+        yield state_key(name, key), tensor
+
+
+def _files(tensors: Iterator[tuple[str, Lazy]]) -> Iterator[list[tuple[str, Lazy]]]:
+    """What goes into one file: whole tensors, of about so many bytes."""
+    keys: list[tuple[str, Lazy]] = []
+    for row in tensors:
+        if keys and sum(one.nbytes for _, one in keys) + row[1].nbytes > _MOST_FILE:
+            yield keys
+            keys = []
+        keys.append(row)
+    if keys:
+        yield keys
+
+
+def _parts(key: str, tensor: Lazy, told: Told) -> Iterator[Part]:
+    for offsets, block in tensor.blocks():
+        for inner, values in cut(block):
+            yield Part(key, tensor.shape, tuple(a + b for a, b in zip(offsets, inner, strict=True)), values)
+            told(values.nbytes)
+
+
+def _numbered(prefix: str, tensors: Sequence[torch.Tensor]) -> list[Part]:
+    return [Part(f"{prefix}.{number}", tuple(one.shape), (0,), one) for number, one in enumerate(tensors)]
+
+
+# -- [Note: stock programs] --------------------------------------------------------------------------------------------
+
+
+def _write_objects(source: Source, folder: Path, written: _Written) -> dict[str, StoredObject]:
+    rows: list[tuple[tuple[str, ...], Any]] = []  # names of a value, and the value
+    for number, group in enumerate(source.groups):
+        rows.append(((f"optim.param_groups.{number}.params",), list(group.params)))
+        for option, value in group.options.items():
+            flattened = [f"optim.param_groups.{name}.{option}" for name in group.params]
+            rows.append(((f"optim.param_groups.{number}.{option}", *flattened), value))
+    for name, one in source.trained.items():
+        rows += [((f"{STATE}{name}.{key}",), value) for key, value in one.values.items()]
+    if not rows:
+        return {}
+    places, file = write_objects(folder, _OBJECTS, [value for _, value in rows])
+    written.files[_OBJECTS] = file
+    return {name: place for (names, _), place in zip(rows, places, strict=True) for name in names}
+
+
+def _paths(source: Source, written: _Written, objects: dict[str, StoredObject]) -> dict[str, tuple[Any, ...]]:
+    """How a program nests them, for torch's own tools, which make a state dict of all that there is. Flattened options
+    are left out of it: the same are there by number."""
+    paths: dict[str, tuple[Any, ...]] = {key: (key,) for key in (*written.tensors, *objects)}
+    paths |= {MODEL + key: ("model", key) for key in source.model}
+    paths |= {state_key(name, key): ("optim", "state", name, key) for name, key, _ in source.state()}
+    for name, one in source.trained.items():
+        paths |= {state_key(name, key): ("optim", "state", name, key) for key in one.values}
+    for number, group in enumerate(source.groups):
+        for option in ("params", *group.options):
+            paths[f"optim.param_groups.{number}.{option}"] = ("optim", "param_groups", number, option)
+    return paths
