@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.contents import MOST_NBYTES
 from shardstep.planning.geometry import boxes, split
+from shardstep.state.blocks import MOST_NBYTES
 
 Block = tuple[tuple[int, ...], torch.Tensor]  # where it begins in each dim, and its values
 
