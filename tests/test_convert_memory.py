@@ -86,7 +86,7 @@ def test_a_tensor_larger_than_a_block_is_read_and_written_in_blocks(tmp_path, mo
     from shardstep.convert import source
 
     model = nn.Linear(64, 64)
-    monkeypatch.setattr("shardstep.checkpoint.contents.MOST_NBYTES", 1024)
+    monkeypatch.setattr("shardstep.state.blocks.MOST_NBYTES", 1024)
     monkeypatch.setattr(source, "MOST_NBYTES", 1024)
     shardstep.save(tmp_path / "saved", model)
     sizes = []

@@ -1,4 +1,4 @@
-"""Every Python block in README and docs runs, on several ranks.
+"""Every block of Python and of commands in README and docs runs, on several ranks; commands on the first.
 
 The blocks of a page share their names, and follow each other. What a page takes for granted (`model`, `loader`) is made
 here; what a single block needs, in a comment before it that no reader sees: <!-- setup: opt = drop_in() -->.
@@ -10,6 +10,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -28,12 +31,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 RANKS = {"docs/how-to.md": 4}  # it makes a group of ranks 1 and 3
 NOT_RUN = 0  # blocks that say so
-_BLOCK = re.compile(r"(?:<!-- (setup|not run): (.*?) -->\n+)?```python\n(.*?)^```$", re.S | re.M)
+_BLOCK = re.compile(r"(?:<!-- (setup|not run): (.*?) -->\n+)?```(python|bash)\n(.*?)^```$", re.S | re.M)
 
 
 class Block(NamedTuple):
     line: int
     setup: str
+    language: str
     code: str
     is_run: bool
 
@@ -42,7 +46,11 @@ def blocks_of(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
     return [
         Block(
-            text[: found.start(3)].count("\n"), found[2] if found[1] == "setup" else "", found[3], found[1] != "not run"
+            line=text[: found.start(4)].count("\n"),
+            setup=found[2] if found[1] == "setup" else "",
+            language=found[3],
+            code=found[4],
+            is_run=found[1] != "not run",
         )
         for found in _BLOCK.finditer(text)
     ]
@@ -56,7 +64,7 @@ def names() -> dict[str, Any]:
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
     model, ddp = net(), DistributedDataParallel(net())
-    opt = shardstep.shard(net(), torch.optim.AdamW, lr=3e-4)
+    opt = shardstep.shard(model, torch.optim.AdamW, lr=3e-4)
 
     def drop_in() -> shardstep.ZeroRedundancyOptimizer:
         return shardstep.ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=3e-4)
@@ -77,12 +85,22 @@ def run_page(page: str, folder: str) -> int:
     known, count = names(), 0
     for block in blocks_of(page):
         if block.is_run:
-            code = block.code.replace("range(500)", "range(2)")  # Muon's ten lines train for minutes
-            with mock.patch.object(dist, "init_process_group"):
-                exec(compile(block.setup, f"{page}, setup of line {block.line}", "exec"), known)
-                exec(compile("\n" * block.line + code, page, "exec"), known)
+            run_block(page, block, known)
+            dist.barrier()
             count += 1
     return count
+
+
+def run_block(page: str, block: Block, known: dict[str, Any]) -> None:
+    with mock.patch.object(dist, "init_process_group"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+        exec(compile(block.setup, f"{page}, setup of line {block.line}", "exec"), known)
+        if block.language == "python":
+            code = block.code.replace("range(500)", "range(2)")  # Muon's ten lines train for minutes
+            exec(compile("\n" * block.line + code, page, "exec"), known)
+        elif dist.get_rank() == 0:
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            subprocess.run(["bash", "-ec", block.code], check=True, timeout=60, env={**os.environ, "PATH": path})
 
 
 def pages_with_blocks() -> list[str]:
