@@ -7,6 +7,7 @@ rank wrote, from a text that it leaves in the folder.
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import zlib
@@ -28,7 +29,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardstep.checkpoint.manifest import Chunk, StoredTensor, WrittenFile
+from shardstep.checkpoint.manifest import CONTENTS, Chunk, StoredTensor, WrittenFile
+from shardstep.wire.agreement import travels
+
+
+@travels
+class DamagedError(RuntimeError):
+    """A checkpoint that is not what was written, or was not written by `save`. Another may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +129,21 @@ def metadata_bytes(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 
 def read_wishes(folder: Path, tensors: Mapping[str, StoredTensor], wishes: Iterable[Wish]) -> None:
-    """Fill every target; at most one stored block is in memory beside them. RuntimeError that names the file."""
+    """Fill every target; at most one stored block is in memory beside them. DamagedError that names the file."""
     by_file: dict[str, list[ReadItem]] = {}
     planner = _Targets()
     known: dict[str, tuple[Metadata, TensorStorageMetadata]] = {}
     for wish in wishes:
         if wish.key not in known:
+            if wish.key not in tensors:
+                raise DamagedError(f"{folder / CONTENTS} is damaged (it has no tensor {wish.key})")
             found = as_metadata({wish.key: tensors[wish.key]})
             known[wish.key] = (found, found.state_dict_metadata[wish.key])  # type: ignore[assignment]
         metadata, stored = known[wish.key]
-        for item in planner.items_for(wish, stored):
+        items = planner.items_for(wish, stored)
+        if sum(math.prod(item.lengths) for item in items) != wish.target.numel():
+            raise DamagedError(f"{folder / CONTENTS} is damaged (of {wish.key} only some elements are stored)")
+        for item in items:
             by_file.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
     for name, items in by_file.items():
         reader = FileSystemReader(folder)
@@ -140,7 +152,7 @@ def read_wishes(folder: Path, tensors: Mapping[str, StoredTensor], wishes: Itera
         try:
             reader.read_data(LoadPlan(items), planner).wait()
         except Exception as error:
-            raise RuntimeError(f"{folder / name} cannot be read: {type(error).__name__}: {error}") from error
+            raise DamagedError(f"{folder / name} cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _Targets(DefaultLoadPlanner):
