@@ -23,7 +23,7 @@ from shardstep.checkpoint.contents import (
     wish_for_whole,
 )
 from shardstep.checkpoint.folder import Found, checksum_problems, find, size_problems
-from shardstep.checkpoint.manifest import CONTENTS, Contents, read_contents, read_manifest
+from shardstep.checkpoint.manifest import CONTENTS, METADATA, Contents, read_contents, read_manifest
 from shardstep.checkpoint.options import group_problems, warn_of_options
 from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.storage import DamagedError, Wish, read_wishes
@@ -116,9 +116,9 @@ class _Shared(NamedTuple):
 def _read(found: Found, contents: Contents, model: nn.Module, optimizer: Any, ranks: Ranks, *, strict: bool) -> _Read:
     entries, _ = model_entries(model)
     trainer: Any = None if optimizer is None else trainer_of(optimizer, model, ranks.rank, ranks.world_size)
-    groups = list(_read_text(found, contents, contents.groups, "optim.options")["groups"])
+    groups = list(_read_text(found, contents, contents.groups, "optim.options", "groups")["groups"])
     names = _check(found, contents, entries, trainer, groups, strict=strict)
-    told = _read_text(found, contents, contents.extra, "extra")
+    told = _read_text(found, contents, contents.extra, "extra", "extra", "model")
     extra = Extra(told["extra"])
     extra.path, extra.own = found.path, _own_extra(found, contents, ranks)
     loading = Loading() if trainer is None else trainer.load(contents, groups, names)
@@ -155,26 +155,28 @@ def _commit(ranks: Ranks, shared: Sequence[_Shared], loading: Loading) -> None:
 
 
 def _candidates(path: Path, ranks: Ranks) -> list[str]:
-    """What `path` may mean, the newest first; the same on every rank."""
-    names, failure = "", None
+    """What `path` may mean, the newest first; the same on every rank, as are the warnings."""
+    text, failure = "", None
     try:
         if ranks.rank == 0:
-            names = json.dumps([str(one.path) for one in _found_at(path)])
+            text = json.dumps(_found_at(path))
     except Exception as error:
         failure = error
     ranks.agree("load", failure)
-    return list(json.loads(ranks.told(names)))
+    names, problems = json.loads(ranks.told(text))
+    for problem in problems:
+        warnings.warn(f"passed over: {problem}", stacklevel=3)
+    return list(names)
 
 
-def _found_at(path: Path) -> list[Found]:
+def _found_at(path: Path) -> tuple[list[str], list[str]]:
+    """Names of checkpoints, one at least, and what is wrong with others."""
     found, problems = find(path)
     if found:
-        for problem in problems:
-            warnings.warn(f"passed over: {problem}", stacklevel=5)
-        return found
+        return [str(one.path) for one in found], problems
     if problems:
         raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(problems))
-    if (path / ".metadata").is_file():
+    if (path / METADATA).is_file():
         raise ValueError(
             f"{path} was written by torch.distributed.checkpoint and not by shardstep.save: "
             f"`shardstep convert {path} DST --to dcp` makes one of it that can be loaded"
@@ -275,9 +277,12 @@ def _warn_of_average(contents: Contents, trainer: Any) -> None:
 # -- what is no tensor of the model or its state -----------------------------------------------------------------------
 
 
-def _read_text(found: Found, contents: Contents, text: str, prefix: str) -> Any:
+def _read_text(found: Found, contents: Contents, text: str, prefix: str, *names: str) -> dict[str, Any]:
+    """A dict that has these names, with its tensors."""
     try:
         reader = Reader(text)
+        if not isinstance(reader.state, dict) or not all(name in reader.state for name in names):
+            raise ValueError(f"no dict of {', '.join(names) or 'values'}")
     except Exception as error:
         raise DamagedError(f"{found.path / CONTENTS} is damaged ({prefix}: {error})") from error
     wishes = [Wish(f"{prefix}.{number}", (0,), target) for number, target in enumerate(reader.landing)]
@@ -288,4 +293,4 @@ def _read_text(found: Found, contents: Contents, text: str, prefix: str) -> Any:
 def _own_extra(found: Found, contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
     if contents.world_size != ranks.world_size:
         return None
-    return dict(_read_text(found, contents, contents.extra_of_ranks[ranks.rank], f"extra_of_rank.{ranks.rank}"))
+    return _read_text(found, contents, contents.extra_of_ranks[ranks.rank], f"extra_of_rank.{ranks.rank}")

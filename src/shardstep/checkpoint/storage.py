@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from shardstep.checkpoint.folder import naming
 from shardstep.checkpoint.manifest import CONTENTS, Chunk, StoredTensor, WrittenFile
 from shardstep.wire.agreement import travels
 
@@ -71,17 +72,26 @@ def write_parts(
         return {}, {}
     name = f"__{rank}_0.distcp"
     stored: dict[str, StoredTensor] = {}
-    with (folder / name).open("wb") as file:
+    with naming(folder / name), (folder / name).open("wb") as file:
         stream = _CheckedStream(file)
         for part in parts:
             start = stream.nbytes
-            torch.save(_by_itself(part.values), stream)  # type: ignore[arg-type]
+            _save(part.values, stream)
             chunk = Chunk(part.offsets, tuple(part.values.shape), name, start, stream.nbytes - start)
             tensor = StoredTensor(part.shape, str(part.values.dtype).removeprefix("torch."), (chunk,))
             stored[part.key] = join_chunks(stored.get(part.key), tensor)
         file.flush()
         os.fsync(file.fileno())
     return stored, {name: WrittenFile(stream.nbytes, stream.crc32)}
+
+
+def _save(values: torch.Tensor, stream: _CheckedStream) -> None:
+    try:
+        torch.save(_by_itself(values), stream)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if stream.failure is not None:  # of a full disk torch says "unexpected pos 704 vs 598"
+            raise stream.failure from error
+        raise
 
 
 def join_chunks(one: StoredTensor | None, other: StoredTensor) -> StoredTensor:
@@ -105,10 +115,15 @@ class _CheckedStream:
 
     def __init__(self, file: Any) -> None:
         self._file, self.nbytes, self.crc32 = file, 0, 0
+        self.failure: OSError | None = None
 
     def write(self, block: Any) -> int:
         self.crc32 = zlib.crc32(block, self.crc32)
-        self._file.write(block)
+        try:
+            self._file.write(block)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
         self.nbytes += len(block)
         return len(block)
 
