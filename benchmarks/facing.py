@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import json
 import shutil
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +145,48 @@ def face_a_full_disk(folder: Path, asynchronous: bool = False) -> Faced:
 
 def face_a_read_only_disk(folder: Path, asynchronous: bool = False) -> Faced:
     return face_a_save_that_fails(folder, asynchronous, lambda run: damage.make_read_only(folder))
+
+
+# -- all of them, for the table of faults.py ---------------------------------------------------------------------------
+
+
+def face_disk(name: str, folder: Path) -> Faced | None:
+    """None where nothing can be mounted."""
+    face = {"disk full": face_a_full_disk, "read-only folder": face_a_read_only_disk}[name]
+    disk = damage.small_disk(folder, DISK_KIB)
+    is_mounted = torch.zeros(1)
+    if dist.get_rank() == 0:
+        with contextlib.suppress(PermissionError):
+            disk.__enter__()
+            is_mounted += 1
+    dist.broadcast(is_mounted, 0)
+    if not is_mounted:
+        return None
+    try:
+        return face(folder)
+    finally:
+        on_first(lambda: disk.__exit__(None, None, None))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    titles = [*damage.FAULTS, "disk full", "read-only folder"]
+    rows = []
+    for number, title in enumerate(titles):
+        folder = arguments.folder / str(number)
+        on_first(lambda made=folder: made.mkdir(parents=True))
+        faced = face_damage(title, folder) if title in damage.FAULTS else face_disk(title, folder)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, faced and asdict(faced))
+        rows.append({"title": title, "folder": str(folder), "ranks": everyone})
+    if dist.get_rank() == 0:
+        arguments.out.write_text(json.dumps({"faults": rows}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

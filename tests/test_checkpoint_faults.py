@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -132,3 +136,45 @@ def test_a_file_in_place_of_the_folder_fails_the_save_on_all_ranks(workers, tmp_
     for row in workers(ranks).run(faces_a_file_for_a_folder, str(tmp_path)):
         assert str(tmp_path / "run") in row["error"]
         assert row["left"] == "mine"
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def verdicts_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    runner = Path(facing.__file__).with_name("faults_runner.py")
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, runner, "--folder", folder, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=110,
+        env=os.environ | settings,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check_verdicts(verdicts: list[dict[str, Any]]) -> None:
+    for word in ("lost", "incomplete", "hung", "left"):
+        assert not [verdict for verdict in verdicts if verdict[word]], word
+
+
+def test_twenty_kills_at_random_moments_lose_nothing_and_hang_nobody(tmp_path):
+    """The other 480, and two ranks at every file operation, are in benchmarks/faults.py."""
+    verdicts = verdicts_of(tmp_path, "--kills", "20")
+    assert len(verdicts) == 20
+    check_verdicts(verdicts)
+
+
+@pytest.mark.parametrize("sweep", [0, 6], ids=["a save that prunes", "a save of the same name"])
+def test_a_kill_at_every_file_operation_of_a_save_loses_nothing_and_leaves_nothing(tmp_path, sweep):
+    verdicts = verdicts_of(tmp_path, "--sweeps", str(sweep))
+    moments = {verdict["moment"] for verdict in verdicts}
+    assert {
+        "before fsync",
+        "after open of manifest.json",
+        "before rmdir of .step" if sweep == 0 else "before fsync",
+    } <= moments
+    assert len(verdicts) > 35
+    check_verdicts(verdicts)

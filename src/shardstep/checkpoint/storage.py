@@ -166,6 +166,12 @@ def read_wishes(folder: Path, tensors: Mapping[str, StoredTensor], wishes: Itera
         reader.storage_data = {k: v for key in used for k, v in known[key][0].storage_data.items()}
         try:
             reader.read_data(LoadPlan(items), planner).wait()
+        except pickle.UnpicklingError as error:
+            # torch's own words advise to read it all the same.
+            raise DamagedError(
+                f"{folder / name} has an object where a tensor was written: it was changed, perhaps to run code when "
+                "it is read; none was run"
+            ) from error
         except Exception as error:
             raise DamagedError(f"{folder / name} cannot be read: {type(error).__name__}: {error}") from error
 
