@@ -1,5 +1,6 @@
 """Train, be killed, and go on bit for bit: torchrun starts the job again, and it resumes from the newest checkpoint.
 
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic.py --folder run
 
 A rank that dies takes the others with it (they raise, for their connection to it is gone), and torchrun starts all of
@@ -7,6 +8,9 @@ them anew: there is nothing to repair in a process, and everything is in the che
 ranks, start it again with another --nproc-per-node; on several machines, `--nnodes=1:4 --rdzv-backend c10d
 --rdzv-endpoint host:29400` lets torchrun go on with those that are left. The global batch stays the same as long as the
 number of ranks divides it, and so does the order of the samples; sums of gradients are taken in another order.
+
+The variable: by default torchrun keeps one store for all starts, in which the ranks of the second find the addresses of
+the first and are refused (github.com/pytorch/pytorch/issues/135712 and 167288; seen with torch 2.13).
 """
 
 from __future__ import annotations
@@ -136,6 +140,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        raise RuntimeError(
+            "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: restarted ranks do not find each other"
+        )
     # Short enough that ranks which wait for a dead one on another machine give up before the night is over.
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=2))
     if torch.cuda.is_available():

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import shardstep
 from shardstep.checkpoint import saving
 
-TRAINING, SAVING = 5, 9  # steps
+TRAINING, SAVING = 8, 9  # steps; the checkpoint of step 6 may be under way at step 8, that of step 3 is there
 
 
 def kill_this() -> None:
