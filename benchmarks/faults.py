@@ -29,8 +29,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 EPILOG = """\
 Run it from the root of the repository:
 
-  python benchmarks/faults.py                ten to twenty minutes on two cores: 500 kills at random moments, and one at
-                                             every file operation of a save
+  python benchmarks/faults.py                four minutes on two cores: 500 kills at random moments, and one at every
+                                             file operation of a save
   python benchmarks/faults.py --kills 20     a minute, without most of the latter
   python benchmarks/faults.py --folder /data on another disk
 

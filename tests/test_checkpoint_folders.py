@@ -237,6 +237,26 @@ def test_a_module_that_refuses_its_extra_state_on_one_rank_leaves_all_as_they_we
         assert (kind, "I have a word" in text, word, same) == ("ValueError", True, "own", True)
 
 
+def refuses_state_on_one_rank(folder: str) -> list[Any]:
+    def refuse(*_: Any) -> None:
+        raise ValueError("not this state")
+
+    model, opt = small()
+    shardstep.save(f"{folder}/a", model, opt)
+    other, again = small()
+    if dist.get_rank() == 1:
+        again.register_load_state_dict_pre_hook(refuse)
+    with torch.no_grad():
+        other.weight.zero_()
+    told = raised(lambda: shardstep.load(f"{folder}/a", other, again))
+    return [told, bool((other.weight == 0).all())]
+
+
+def test_an_optimizer_that_refuses_its_state_on_one_rank_raises_on_all_and_no_weight_is_loaded(workers, tmp_path):
+    for (kind, text), unchanged in workers(2).run(refuses_state_on_one_rank, str(tmp_path)):
+        assert (kind, "not this state" in text, unchanged) == ("ValueError", True, True)
+
+
 def fails_in_the_thread(folder: str, then: str) -> list[tuple[str, str]]:
     model, opt = KINDS["flat"].build()
     train(model, opt, range(1))

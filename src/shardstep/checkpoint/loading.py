@@ -143,12 +143,18 @@ def _find_shared(contents: Contents, entries: Sequence[Entry], trainer: Any, ran
 
 @torch.no_grad()
 def _commit(ranks: Ranks, shared: Sequence[_Shared], loading: Loading) -> None:
+    """First the optimizer, whose own code may refuse: then no rank has taken a weight yet."""
+    failure = None
+    try:
+        loading.commit()
+    except Exception as error:
+        failure = error
+    ranks.agree("load", failure)
     for entry, owner, staged in shared:
         tensor = entry.tensor.detach()
         if staged is not None:
             tensor.copy_(staged)
         ranks.give(tensor, owner)
-    loading.commit()
 
 
 # -- which one ---------------------------------------------------------------------------------------------------------
