@@ -7,6 +7,7 @@ seconds. Every kill is one line of JSON on the standard output.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import random
@@ -56,7 +57,7 @@ class Start:
     """The ranks of one life, as processes."""
 
     def __init__(self, life: Life, truth: Truth, scratch: Path) -> None:
-        self.life = life
+        self.life, self._scratch = life, scratch
         self.events: list[list[list[str]]] = [[] for _ in range(life.ranks)]
         self.hung = False
         self._rest = [b""] * life.ranks
@@ -109,10 +110,19 @@ class Start:
         """Wait for all to end; whoever does not is noted, and killed."""
         if not self.listen(PATIENCE):
             self.hung = True
+            self._dump_stacks()
             self.kill([rank for rank, pipe in enumerate(self._pipes) if pipe >= 0])
             self.listen(PATIENCE)
         for rank, pid in enumerate(self.pids):
             self._codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def _dump_stacks(self) -> None:
+        """Where those are that do not end, on the standard error."""
+        for rank, pipe in enumerate(self._pipes):
+            if pipe >= 0:
+                os.kill(self.pids[rank], signal.SIGUSR1)
+                time.sleep(0.5)
+                sys.stderr.write(f"rank {rank} does not end:\n{(self._scratch / f'rank{rank}.log').read_text()}\n")
 
     @property
     def killed(self) -> list[int]:
@@ -133,6 +143,7 @@ def _be_rank(job: Job, meeting: Path, log: Path) -> None:
         output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        faulthandler.register(signal.SIGUSR1, file=2)
         job.run(meeting)
         code = 0
     except BaseException as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +21,7 @@ from checkpointing import KINDS, train
 from shardstep.checkpoint import folder as folders
 from shardstep.checkpoint.background import stage
 from shardstep.checkpoint.storage import write_parts
+from shardstep.wire.hosts import separate_hosts
 from training import raised
 
 TOKEN = "0123abcd"
@@ -203,6 +206,22 @@ def test_an_asynchronous_save_that_one_rank_has_no_memory_for_raises_on_all_and_
     for kind, text in workers(2).run(cannot_copy, str(tmp_path), timeout=20):
         assert (kind, "out of memory" in text) == ("RuntimeError", True)
     assert names(tmp_path) == ["b"]
+
+
+def waits_for_a_peer_that_does_not_come() -> float:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))  # the store of the pool waits for a minute
+    seconds = 0.0
+    if dist.get_rank() == 0:
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError):
+            separate_hosts(group, "a test")
+        seconds = time.monotonic() - begin
+    dist.barrier()
+    return seconds
+
+
+def test_a_rank_whose_peer_died_just_before_the_first_asynchronous_save_waits_no_longer_than_its_group(workers):
+    assert workers(2).run(waits_for_a_peer_that_does_not_come)[0] < 15
 
 
 class Opinionated(nn.Module):

@@ -116,7 +116,8 @@ def save(
         ranks.agree("save", failure)
     place = Place(target, token, keep, begun)
     if memory is not None:
-        return start(ranks, lambda verdict: _write(job, place, ranks, verdict), memory)
+        with _removing(begun):
+            return start(ranks, lambda verdict: _write(job, place, ranks, verdict), memory)
     _write(job, place, ranks, lambda error: ranks.agree("save", error))
     return None
 
