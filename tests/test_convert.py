@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 import shardstep
 from checkpointing import ADAMW, KINDS, Blocks, Odd, train
 from converting import loaded, same, state_by_name, to, trained
+from shardstep.convert.target import writing
 from shardstep.stepping.masters import MASTER
 
 EXTRA = {"step": 2, "noise": torch.arange(5.0), "scheduler": {"lrs": [0.1, 0.2], "last": (1, None)}}
@@ -363,3 +364,15 @@ def test_small_weights_are_one_file_in_a_folder(tmp_path):
     to("safetensors", tmp_path / "saved", tmp_path / "folder")
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["model.safetensors"]
     assert not to("dcp", tmp_path / "folder", tmp_path / "made").notes
+
+
+def test_a_save_beside_it_does_not_sweep_a_conversion_away(tmp_path):
+    """A job saves to the folder in which somebody converts an old checkpoint."""
+    model = torch.nn.Linear(3, 2)
+    opt = torch.optim.AdamW(model.parameters())
+    with writing(tmp_path / "step-0", force=False) as target:
+        target.partial.mkdir()
+        (target.partial / "manifest.json").write_text("half")
+        shardstep.save(tmp_path / "step-1", model, opt)
+        assert shardstep.load(tmp_path, model, opt).path.name == "step-1"
+    assert (tmp_path / "step-0" / "manifest.json").read_text() == "half"

@@ -95,7 +95,7 @@ class Planned:
         self._together = self.transport.step_order(len(plan.buckets))
         made = make_share(self._recipe, self._config, plan, self._memory, self._together, groups)
         self.share, self._streams, self._together = made.share, made.streams, made.together
-        self.share.build(groups, entries, self._counted)
+        self.share.build(groups, dict(entries), self._counted)
 
     def _connect(self, groups: ParamGroups, plan: Plan) -> None:
         """What talks to other ranks. Its messages are told apart by counting, so all ranks get here, or none."""
@@ -181,9 +181,13 @@ class Planned:
 
     def load(self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry]) -> None:
         """State that was saved under `plan`. Called on all ranks."""
+        self.take_state(groups, reshard(self.channel, plan, self.plan, entries))
+
+    def take_state(self, groups: ParamGroups, entries: dict[Piece, Entry]) -> None:
+        """State of this rank's pieces under the plan that is; `entries` is emptied, so that nothing is held twice."""
         if self._in_backward is not None:
             self._in_backward.stepped.clear()  # what a pass that failed had stepped, what is loaded replaces
-        self.share.build(groups, reshard(self.channel, plan, self.plan, entries))
+        self.share.build(groups, entries)
 
     # -- what it takes ------------------------------------------------------------------------------------------------
 

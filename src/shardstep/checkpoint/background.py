@@ -6,6 +6,7 @@ no daemon: a program that ends waits for it.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class Saving:
 
 _last: Saving | None = None
 _hosts: dict[int, tuple[Any, Hosts]] = {}  # by channel
+atexit.register(_hosts.clear)  # as in wire/hosts.py: Gloo's threads end while the interpreter still runs
 
 
 def finish_last() -> None:

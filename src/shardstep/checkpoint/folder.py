@@ -2,13 +2,28 @@
 
 [Note: commit] Files are written into a folder with a name of its own, and made durable. Then the manifest, which names
 all of them; then the folder gets its name, by one rename. Whoever is killed leaves a folder that nobody takes for a
-checkpoint. One of the same name is put aside before, and is found there until the new one has the name.
+checkpoint. One of the same name is put aside before, and is found there until the new one has the name. What is
+removed gets a name of its own first, by one rename as well: no checkpoint ever has only some of its files.
+
+    .step-1.partial-<token>    being written, or left by one who was killed
+    .step-1.replaced-<token>   a whole checkpoint, as long as there is no step-1
+    .step-1.removed-<token>    on its way out
+    .step-1.converted-<token>  being written by `shardstep convert`; no save sweeps it away
+
+[Note: who still writes] Whoever writes holds a lock on its folder, which the system takes back when it dies, in any
+way. So the next save, under any name, removes what the dead left and nothing that is being written beside it. Where
+the file system has no locks, what nobody has written to for an hour is taken for left.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
+import secrets
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,8 +31,10 @@ from pathlib import Path
 
 from shardstep.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
-_PARTIAL, _ASIDE = ".partial-", ".replaced-"
 _BLOCK = 1 << 22
+_LEFT_SECONDS = 3600
+_PARTIAL, _ASIDE, _REMOVED, _CONVERTED = "partial", "replaced", "removed", "converted"
+_OURS = re.compile(r"\.(?P<name>.+)\.(?P<use>partial|replaced|removed|converted)-[0-9a-f]{8}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +46,123 @@ class Found:
 
 
 def partial_of(path: Path, token: str) -> Path:
-    return path.parent / f".{path.name}{_PARTIAL}{token}"
+    return _named(path, _PARTIAL, token)
 
 
-def begin(path: Path, token: str, *, sweep: bool) -> Path:
-    """An empty folder to write to. What earlier attempts left is removed: of this name, or with `sweep` of any."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not (path / MANIFEST).is_file() and any(path.iterdir()):
+def converted_of(path: Path, token: str) -> Path:
+    return _named(path, _CONVERTED, token)
+
+
+def _named(path: Path, use: str, token: str) -> Path:
+    return path.parent / f".{path.name}.{use}-{token}"
+
+
+def _ours(folder: Path, *uses: str) -> Iterator[tuple[Path, Path]]:
+    """Folders of these uses, each with the path for which it was made."""
+    for path in sorted(folder.iterdir()):
+        match = _OURS.fullmatch(path.name)
+        if match is not None and match["use"] in uses:
+            yield path, folder / match["name"]
+
+
+# -- one that is being written -----------------------------------------------------------------------------------------
+
+
+class Begun:
+    """An empty folder to write to, and the lock that says so ([Note: who still writes])."""
+
+    def __init__(self, path: Path, token: str) -> None:
+        self.path = partial_of(path, token)
+        self.path.mkdir()
+        self._lock: int | None = _locked(self.path)
+
+    def end(self, *, remove: bool) -> None:
+        if remove:
+            shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def begin(path: Path, token: str) -> Begun:
+    """A folder to write to. What those who were killed left beside it is removed."""
+    make_folder(path.parent)
+    if path.exists() and not is_checkpoint(path) and any(path.iterdir()):
         raise ValueError(
             f"{path} is a folder of something else: give a checkpoint a name of its own, {path / 'step-1'}"
         )
-    for left in path.parent.glob(f".*{_PARTIAL}*" if sweep else f".{path.name}{_PARTIAL}*"):
+    lock = _locked(path.parent)  # or another job, which begins just now, might sweep before we hold our own
+    try:
+        _sweep(path.parent)
+        return Begun(path, token)
+    finally:
+        os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """A handle that holds a lock on a folder until it is closed."""
+    handle = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+def make_folder(folder: Path) -> None:
+    """With those above it, and durable: a checkpoint in a folder that is lost is lost."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
+def _sweep(folder: Path) -> None:
+    for left, _ in _ours(folder, _PARTIAL):
+        if not _is_being_written(left):
+            shutil.rmtree(left, ignore_errors=True)
+    for left, name in _ours(folder, _ASIDE):
+        if is_checkpoint(name):
+            remove(left, name)
+    for left, _ in _ours(folder, _REMOVED):
         shutil.rmtree(left, ignore_errors=True)
-    made = partial_of(path, token)
-    made.mkdir()
-    return made
+
+
+def _is_being_written(partial: Path) -> bool:
+    try:
+        handle = os.open(partial, os.O_RDONLY)
+    except OSError:
+        return False  # it is gone
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return _was_written_lately(partial)
+    finally:
+        os.close(handle)
+    return False
+
+
+def _was_written_lately(partial: Path) -> bool:
+    touched = [path.stat().st_mtime for path in (partial, *partial.iterdir()) if path.exists()]
+    return max(touched, default=0.0) > time.time() - _LEFT_SECONDS
 
 
 def commit(partial: Path, path: Path, token: str) -> None:
     """Everything is written: give it its name."""
     sync_folder(partial)
-    aside = path.parent / f".{path.name}{_ASIDE}{token}"
+    aside = _named(path, _ASIDE, token)
     if path.exists():
         path.rename(aside)
-    partial.rename(path)
+    try:
+        partial.rename(path)
+    except BaseException:
+        if aside.exists():
+            aside.rename(path)
+        raise
     sync_folder(path.parent)
-    for old in path.parent.glob(f".{path.name}{_ASIDE}*"):
-        shutil.rmtree(old, ignore_errors=True)
+    for old, name in _ours(path.parent, _ASIDE):
+        if name == path:
+            remove(old, path)
 
 
 def sync_folder(folder: Path) -> None:
@@ -67,13 +174,26 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_durably(path: Path, text: str) -> bytes:
-    payload = text.encode()
-    with path.open("wb") as file:
+def write_durably(path: Path, content: str | bytes) -> bytes:
+    payload = content.encode() if isinstance(content, str) else content
+    with naming(path), path.open("wb") as file:
         file.write(payload)
         file.flush()
         os.fsync(file.fileno())
     return payload
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of writing to a file that is open, such as a full disk, does not say which file; this one does."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        if error.errno is None:
+            raise OSError(f"{path}: {error}") from error
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 # -- those that are there ----------------------------------------------------------------------------------------------
@@ -91,12 +211,20 @@ def checkpoints_in(folder: Path) -> tuple[list[Found], list[str]]:
             found.append(Found(path, read_manifest(path)))
         except (ValueError, OSError) as error:
             problems.append(str(error))
-    return sorted(found, key=lambda one: one.manifest.sequence, reverse=True), problems
+    return _newest_first(found), problems
+
+
+def _newest_first(found: list[Found]) -> list[Found]:
+    """Two jobs that save to one folder may count alike; then the time decides."""
+    return sorted(found, key=lambda one: (one.manifest.sequence, one.manifest.saved), reverse=True)
 
 
 def _candidates(folder: Path) -> Iterator[Path]:
     for path in sorted(folder.iterdir()):
-        if _PARTIAL not in path.name and path.is_dir() and is_checkpoint(path):
+        if not is_checkpoint(path):
+            continue
+        ours = _OURS.fullmatch(path.name)
+        if ours is None or (ours["use"] == _ASIDE and not is_checkpoint(folder / ours["name"])):
             yield path
 
 
@@ -106,8 +234,10 @@ def find(path: Path) -> tuple[list[Found], list[str]]:
         return [Found(path, read_manifest(path))], []
     if path.is_dir():
         return checkpoints_in(path)
-    aside = [Found(old, read_manifest(old)) for old in path.parent.glob(f".{path.name}{_ASIDE}*") if is_checkpoint(old)]
-    return sorted(aside, key=lambda one: one.manifest.sequence, reverse=True), []
+    if not path.parent.is_dir():
+        return [], []
+    aside = [old for old, name in _ours(path.parent, _ASIDE) if name == path and is_checkpoint(old)]
+    return _newest_first([Found(old, read_manifest(old)) for old in aside]), []
 
 
 def next_sequence(folder: Path) -> int:
@@ -118,9 +248,15 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep`. What cannot be removed stays, and what is damaged counts for nothing."""
     whole = [one for one in checkpoints_in(folder)[0] if not any(size_problems(one))]
     for old in whole[keep:]:
-        # First it ceases to be a checkpoint, so that one of which files are missing is never taken for one.
-        (old.path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(old.path, ignore_errors=True)
+        remove(old.path, old.path)
+
+
+def remove(checkpoint: Path, name: Path) -> None:
+    """At once it is no checkpoint any more; then its files go. One that cannot be removed stays whole."""
+    doomed = _named(name, _REMOVED, secrets.token_hex(4))
+    with contextlib.suppress(OSError):
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 # -- whether they are whole --------------------------------------------------------------------------------------------
@@ -146,7 +282,7 @@ def checksum_problems(
     for name in names:
         path = found.path / name
         crc = 0
-        with path.open("rb") as file:
+        with naming(path), path.open("rb") as file:
             while block := file.read(_BLOCK):
                 crc = zlib.crc32(block, crc)
                 told(len(block))

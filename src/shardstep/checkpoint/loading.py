@@ -23,10 +23,10 @@ from shardstep.checkpoint.contents import (
     wish_for_whole,
 )
 from shardstep.checkpoint.folder import Found, checksum_problems, find, size_problems
-from shardstep.checkpoint.manifest import Contents, read_contents, read_manifest
+from shardstep.checkpoint.manifest import CONTENTS, METADATA, Contents, read_contents, read_manifest
 from shardstep.checkpoint.options import group_problems, warn_of_options
 from shardstep.checkpoint.ranks import Ranks
-from shardstep.checkpoint.storage import Wish, read_wishes
+from shardstep.checkpoint.storage import DamagedError, Wish, read_wishes
 from shardstep.checkpoint.together import ranks_of
 from shardstep.checkpoint.trainers import Loading, trainer_of, weight_key
 from shardstep.state.wire_format import Reader
@@ -53,20 +53,46 @@ def load(path: str | Path, model: nn.Module, optimizer: Any = None, *, strict: b
     Every file's checksum is compared first. In a folder a damaged checkpoint is passed over, with a warning.
     """
     finish_last()
-    ranks = ranks_of(optimizer)
-    found = _choose(Path(path).absolute(), ranks)
-    bare = unwrapped(model)
+    ranks, bare = ranks_of(optimizer), unwrapped(model)
+    candidates = _candidates(Path(path).absolute(), ranks)
+    for name in candidates[:-1]:
+        try:
+            return _load(Path(name), bare, optimizer, ranks, strict=strict)
+        except DamagedError as error:
+            warnings.warn(f"passed over: {error}", stacklevel=2)
+    return _load(Path(candidates[-1]), bare, optimizer, ranks, strict=strict)
+
+
+def _load(path: Path, model: nn.Module, optimizer: Any, ranks: Ranks, *, strict: bool) -> Extra:
+    """DamagedError, on all ranks and before anything is changed, if this one cannot be read."""
+    found, contents = _whole(path, ranks)
     read, failure = None, None
     try:
-        read = _read(found, bare, optimizer, ranks, strict=strict)
+        read = _read(found, contents, model, optimizer, ranks, strict=strict)
     except Exception as error:
         failure = error
     ranks.agree("load", failure, f"path={found.path}", f"strict={strict}")
     assert read is not None, "agreed"
+    _take_others(model, read.others, ranks)
     _commit(ranks, read.shared, read.loading)
-    if read.others:
-        bare.load_state_dict(dict(read.others), strict=False)
     return read.extra
+
+
+def _take_others(model: nn.Module, others: Mapping[str, Any], ranks: Ranks) -> None:
+    """What is no tensor goes to code of the model's own, which may refuse it: first, so that it can be taken back."""
+    if not others:
+        return
+    _, before = model_entries(model)
+    failure: Exception | None = None
+    try:
+        model.load_state_dict(dict(others), strict=False)
+    except Exception as error:
+        failure = error
+    try:
+        ranks.agree("load", failure)
+    except Exception:
+        model.load_state_dict(before, strict=False)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +113,12 @@ class _Shared(NamedTuple):
     staged: torch.Tensor | None
 
 
-def _read(found: Found, model: nn.Module, optimizer: Any, ranks: Ranks, *, strict: bool) -> _Read:
-    contents = read_contents(found.path)
+def _read(found: Found, contents: Contents, model: nn.Module, optimizer: Any, ranks: Ranks, *, strict: bool) -> _Read:
     entries, _ = model_entries(model)
     trainer: Any = None if optimizer is None else trainer_of(optimizer, model, ranks.rank, ranks.world_size)
-    groups = list(_read_text(found, contents, contents.groups, "optim.options")["groups"])
+    groups = list(_read_text(found, contents, contents.groups, "optim.options", "groups")["groups"])
     names = _check(found, contents, entries, trainer, groups, strict=strict)
-    told = _read_text(found, contents, contents.extra, "extra")
+    told = _read_text(found, contents, contents.extra, "extra", "extra", "model")
     extra = Extra(told["extra"])
     extra.path, extra.own = found.path, _own_extra(found, contents, ranks)
     loading = Loading() if trainer is None else trainer.load(contents, groups, names)
@@ -118,46 +143,46 @@ def _find_shared(contents: Contents, entries: Sequence[Entry], trainer: Any, ran
 
 @torch.no_grad()
 def _commit(ranks: Ranks, shared: Sequence[_Shared], loading: Loading) -> None:
+    """First the optimizer, whose own code may refuse: then no rank has taken a weight yet."""
+    failure = None
+    try:
+        loading.commit()
+    except Exception as error:
+        failure = error
+    ranks.agree("load", failure)
     for entry, owner, staged in shared:
         tensor = entry.tensor.detach()
         if staged is not None:
             tensor.copy_(staged)
         ranks.give(tensor, owner)
-    loading.commit()
 
 
 # -- which one ---------------------------------------------------------------------------------------------------------
 
 
-def _choose(path: Path, ranks: Ranks) -> Found:
-    """The same on every rank: the newest of those that `path` may mean that is whole."""
-    names, failure = "", None
+def _candidates(path: Path, ranks: Ranks) -> list[str]:
+    """What `path` may mean, the newest first; the same on every rank, as are the warnings."""
+    text, failure = "", None
     try:
         if ranks.rank == 0:
-            names = json.dumps([str(one.path) for one in _found_at(path)])
+            text = json.dumps(_found_at(path))
     except Exception as error:
         failure = error
     ranks.agree("load", failure)
-    candidates = json.loads(ranks.told(names))
-    for number, name in enumerate(candidates):
-        try:
-            return _whole(Path(name), ranks)
-        except (RuntimeError, ValueError, OSError) as error:
-            if number + 1 == len(candidates):
-                raise
-            warnings.warn(f"passed over: {error}", stacklevel=4)
-    raise AssertionError("one at least was found")
+    names, problems = json.loads(ranks.told(text))
+    for problem in problems:
+        warnings.warn(f"passed over: {problem}", stacklevel=3)
+    return list(names)
 
 
-def _found_at(path: Path) -> list[Found]:
+def _found_at(path: Path) -> tuple[list[str], list[str]]:
+    """Names of checkpoints, one at least, and what is wrong with others."""
     found, problems = find(path)
     if found:
-        for problem in problems:
-            warnings.warn(f"passed over: {problem}", stacklevel=5)
-        return found
+        return [str(one.path) for one in found], problems
     if problems:
         raise ValueError("no checkpoint can be read:\n  " + "\n  ".join(problems))
-    if (path / ".metadata").is_file():
+    if (path / METADATA).is_file():
         raise ValueError(
             f"{path} was written by torch.distributed.checkpoint and not by shardstep.save: "
             f"`shardstep convert {path} DST --to dcp` makes one of it that can be loaded"
@@ -172,9 +197,10 @@ def _near(path: Path) -> str:
     return f"; {path.parent} has {', '.join(there)}" if there else ""
 
 
-def _whole(path: Path, ranks: Ranks) -> Found:
-    """Raise on all ranks if a file is missing, truncated or damaged; the ranks share the reading."""
-    failure, found = None, None
+def _whole(path: Path, ranks: Ranks) -> tuple[Found, Contents]:
+    """DamagedError on all ranks if a file is missing, truncated or damaged; the ranks share the reading."""
+    failure: Exception | None = None
+    whole = None
     try:
         found = Found(path, read_manifest(path))
         problems = list(size_problems(found))
@@ -182,12 +208,15 @@ def _whole(path: Path, ranks: Ranks) -> Found:
             names = sorted(found.manifest.files)
             problems = list(checksum_problems(found, names[ranks.rank :: ranks.world_size]))
         if problems:
-            raise RuntimeError("; ".join(problems))
+            raise DamagedError("; ".join(problems))
+        whole = (found, read_contents(path, found.manifest))
+    except (ValueError, OSError) as error:
+        failure = DamagedError(str(error))
     except Exception as error:
         failure = error
     ranks.agree("load", failure)
-    assert found is not None, "agreed"
-    return found
+    assert whole is not None, "agreed"
+    return whole
 
 
 # -- whether it fits ---------------------------------------------------------------------------------------------------
@@ -254,8 +283,14 @@ def _warn_of_average(contents: Contents, trainer: Any) -> None:
 # -- what is no tensor of the model or its state -----------------------------------------------------------------------
 
 
-def _read_text(found: Found, contents: Contents, text: str, prefix: str) -> Any:
-    reader = Reader(text)
+def _read_text(found: Found, contents: Contents, text: str, prefix: str, *names: str) -> dict[str, Any]:
+    """A dict that has these names, with its tensors."""
+    try:
+        reader = Reader(text)
+        if not isinstance(reader.state, dict) or not all(name in reader.state for name in names):
+            raise ValueError(f"no dict of {', '.join(names) or 'values'}")
+    except Exception as error:
+        raise DamagedError(f"{found.path / CONTENTS} is damaged ({prefix}: {error})") from error
     wishes = [Wish(f"{prefix}.{number}", (0,), target) for number, target in enumerate(reader.landing)]
     read_wishes(found.path, contents.tensors, wishes)
     return reader.state
@@ -264,4 +299,4 @@ def _read_text(found: Found, contents: Contents, text: str, prefix: str) -> Any:
 def _own_extra(found: Found, contents: Contents, ranks: Ranks) -> dict[str, Any] | None:
     if contents.world_size != ranks.world_size:
         return None
-    return dict(_read_text(found, contents, contents.extra_of_ranks[ranks.rank], f"extra_of_rank.{ranks.rank}"))
+    return _read_text(found, contents, contents.extra_of_ranks[ranks.rank], f"extra_of_rank.{ranks.rank}")

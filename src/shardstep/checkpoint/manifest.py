@@ -7,14 +7,17 @@ read it.
 from __future__ import annotations
 
 import json
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 FORMAT, VERSION = "shardstep checkpoint", 1
-MANIFEST, CONTENTS = "manifest.json", "contents.json"
+MANIFEST, CONTENTS, METADATA = "manifest.json", "contents.json", ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +71,30 @@ class Contents:
             parameters={name: _parameter(one) for name, one in raw["parameters"].items()},
             groups=str(raw["groups"]),
             tensors={key: stored_tensor(one) for key, one in raw["tensors"].items()},
-            model=tuple(raw["model"]),
+            model=_texts(raw["model"]),
             extra=str(raw["extra"]),
-            extra_of_ranks=tuple(raw["extra_of_ranks"]),
+            extra_of_ranks=_texts(raw["extra_of_ranks"]),
         )
 
 
 def _parameter(raw: dict[str, Any]) -> Parameter:
-    return Parameter(tuple(raw["shape"]), raw["dtype"], tuple(raw["state"]), raw["values"])
+    return Parameter(_numbers(raw["shape"]), str(raw["dtype"]), _texts(raw["state"]), str(raw["values"]))
 
 
 def stored_tensor(raw: dict[str, Any]) -> StoredTensor:
     chunks = tuple(
-        Chunk(tuple(one["offsets"]), tuple(one["sizes"]), one["file"], one["start"], one["length"])
+        Chunk(_numbers(one["offsets"]), _numbers(one["sizes"]), str(one["file"]), int(one["start"]), int(one["length"]))
         for one in raw["chunks"]
     )
-    return StoredTensor(tuple(raw["shape"]), raw["dtype"], chunks)
+    return StoredTensor(_numbers(raw["shape"]), str(raw["dtype"]), chunks)
+
+
+def _texts(raw: Any) -> tuple[str, ...]:
+    return tuple(str(one) for one in raw)
+
+
+def _numbers(raw: Any) -> tuple[int, ...]:
+    return tuple(int(one) for one in raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,27 +122,73 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """ValueError that names the file, if it is damaged or of a later version."""
     path = folder / MANIFEST
-    try:
+    with _damaged(path):
         outer = json.loads(path.read_bytes())
         text = outer["manifest"]
         if zlib.crc32(text.encode()) != outer["crc32"]:
             raise ValueError("its checksum is not that of its text")
         raw = json.loads(text)
-        version = raw["version"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): this checkpoint cannot be read") from error
+        version = int(raw["version"])
     if version != VERSION:
         raise ValueError(
             f"{path} is of version {version} of the format, and this is shardstep for version {VERSION}: read it with "
             "the shardstep that wrote it, or a later one"
         )
-    files = {name: WrittenFile(one["nbytes"], one["crc32"]) for name, one in raw["files"].items()}
-    return Manifest(raw["sequence"], raw["saved"], raw["writer"], files)
+    with _damaged(path):
+        files = {_plain(name): WrittenFile(int(one["nbytes"]), int(one["crc32"])) for name, one in raw["files"].items()}
+        if CONTENTS not in files:
+            raise ValueError(f"it does not name {CONTENTS}")
+        return Manifest(int(raw["sequence"]), str(raw["saved"]), dict(raw["writer"]), files)
 
 
-def read_contents(folder: Path) -> Contents:
+def read_contents(folder: Path, manifest: Manifest) -> Contents:
+    """ValueError that names the file, if it cannot be what `save` wrote."""
     path = folder / CONTENTS
+    with _damaged(path):
+        contents = Contents.from_json(path.read_text())
+        for problem in contents_problems(contents, manifest):
+            raise ValueError(problem)
+    return contents
+
+
+@contextmanager
+def _damaged(path: Path) -> Iterator[None]:
     try:
-        return Contents.from_json(path.read_text())
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): this checkpoint cannot be read") from error
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} is damaged ({what}): this checkpoint cannot be read") from error
+
+
+def _plain(name: str) -> str:
+    """The name of a file in the folder itself: with a path, a reader would be led elsewhere."""
+    if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
+        raise ValueError(f"it names {name!r}, which is no file of this folder")
+    return name
+
+
+def contents_problems(contents: Contents, manifest: Manifest) -> Iterator[str]:
+    """Whatever a reader would stumble over, or worse, take for values."""
+    for key, tensor in contents.tensors.items():
+        yield from _tensor_problems(key, tensor, manifest)
+    named = [f"model.{key}" for key in contents.model]
+    named += [f"optim.state.{name}.{key}" for name, one in contents.parameters.items() for key in one.state]
+    yield from (f"it has no tensor {key}" for key in named if key not in contents.tensors)
+    if len(contents.extra_of_ranks) != contents.world_size:
+        yield f"{contents.world_size} ranks wrote it, and it has the extra of {len(contents.extra_of_ranks)}"
+
+
+def _tensor_problems(key: str, tensor: StoredTensor, manifest: Manifest) -> Iterator[str]:
+    stored = 0
+    for chunk in tensor.chunks:
+        if chunk.file not in manifest.files:
+            yield f"{key} is said to be in {chunk.file!r}, which is no file of this checkpoint"
+            return
+        if not 0 <= chunk.start <= chunk.start + chunk.length <= manifest.files[chunk.file].nbytes:
+            yield f"{key} is said to be in bytes of {chunk.file} that it has not"
+        spans = zip_longest(chunk.offsets, chunk.sizes, tensor.shape, fillvalue=-1)
+        if not all(0 <= offset <= offset + size <= most for offset, size, most in spans):
+            yield f"a block of {key} lies outside of its shape {tensor.shape}"
+        stored += math.prod(chunk.sizes)
+    if stored != math.prod(tensor.shape):
+        yield f"{key} has {math.prod(tensor.shape):,} elements, of which {stored:,} are stored"

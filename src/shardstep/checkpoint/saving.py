@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from shardstep.checkpoint.background import Saving, finish_last, stage, start
 from shardstep.checkpoint.contents import MODEL, Entry, Holding, model_entries, model_parts, unwrapped
-from shardstep.checkpoint.folder import begin, commit, next_sequence, partial_of, prune, write_durably
+from shardstep.checkpoint.folder import Begun, begin, commit, next_sequence, partial_of, prune, write_durably
 from shardstep.checkpoint.manifest import Contents, Parameter, StoredTensor, WrittenFile, stored_tensor
 from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.sealing import seal
@@ -92,22 +92,47 @@ def save(
     ranks.agree("save", failure, f"path={target}", f"keep={keep}", f"asynchronous={asynchronous}", digest)
     assert job is not None, "agreed"
     token = ranks.told(secrets.token_hex(4))
-    failure = None
+    begun, memory, failure = None, None, None
     try:
         if ranks.rank == 0:
-            begin(target, token, sweep=keep is not None)
+            begun = begin(target, token)
+        if asynchronous:
+            job.parts, memory = stage(job.parts)
     except Exception as error:
         failure = error
-    ranks.agree("save", failure)
-
-    def write(verdict: Verdict) -> None:
-        _write(job, target, token, ranks, keep, verdict)
-
-    if asynchronous:
-        job.parts, memory = stage(job.parts)
-        return start(ranks, write, memory)
-    write(lambda error: ranks.agree("save", error))
+    with _removing(begun):
+        ranks.agree("save", failure)
+    place = Place(target, token, keep, begun)
+    if memory is not None:
+        with _removing(begun):
+            return start(ranks, lambda verdict: _write(job, place, ranks, verdict), memory)
+    _write(job, place, ranks, lambda error: ranks.agree("save", error))
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a checkpoint is being written, and what becomes of it."""
+
+    path: Path
+    token: str
+    keep: int | None
+    begun: Begun | None  # on the first rank
+
+    @property
+    def partial(self) -> Path:
+        return partial_of(self.path, self.token)
+
+
+@contextmanager
+def _removing(begun: Begun | None) -> Iterator[None]:
+    """What was begun is removed if it comes to nothing."""
+    try:
+        yield
+    except BaseException:
+        if begun is not None:
+            begun.end(remove=True)
+        raise
 
 
 def _collect(model: nn.Module, optimizer: Any, ranks: Ranks, extra: Mapping[str, Any], own: Mapping[str, Any]) -> Job:
@@ -148,15 +173,12 @@ def _part_name(rank: int) -> str:
 # -- in this thread, or in one of its own ------------------------------------------------------------------------------
 
 
-def _write(job: Job, path: Path, token: str, ranks: Ranks, keep: int | None, verdict: Verdict) -> None:
-    partial = partial_of(path, token)
-    try:
-        _attempt(verdict, lambda: job.write(partial, ranks.rank))
-        _attempt(verdict, lambda: _finish(job, partial, path, token, ranks, keep))
-    except BaseException:
-        if ranks.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+def _write(job: Job, place: Place, ranks: Ranks, verdict: Verdict) -> None:
+    with _removing(place.begun):
+        _attempt(verdict, lambda: job.write(place.partial, ranks.rank))
+        _attempt(verdict, lambda: _finish(job, place, ranks))
+    if place.begun is not None:
+        place.begun.end(remove=False)
 
 
 def _attempt(verdict: Verdict, action: Callable[[], None]) -> None:
@@ -168,10 +190,11 @@ def _attempt(verdict: Verdict, action: Callable[[], None]) -> None:
     verdict(failure)
 
 
-def _finish(job: Job, partial: Path, path: Path, token: str, ranks: Ranks, keep: int | None) -> None:
+def _finish(job: Job, place: Place, ranks: Ranks) -> None:
     """On the first rank: what all have written becomes a checkpoint."""
     if ranks.rank != 0:
         return
+    partial, path = place.partial, place.path
     tensors, files, state, values, own = _read_parts(partial, ranks.world_size)
     for entry in job.model:
         if entry.same_as is not None:  # tied: both names, and the same bytes
@@ -183,9 +206,9 @@ def _finish(job: Job, partial: Path, path: Path, token: str, ranks: Ranks, keep:
     model = tuple(entry.key for entry in job.model)
     contents = Contents(ranks.world_size, parameters, job.groups, tensors, model, job.extra, own)
     seal(partial, contents, files, metadata_bytes(tensors), next_sequence(path.parent))
-    commit(partial, path, token)
-    if keep is not None:
-        prune(path.parent, keep)
+    commit(partial, path, place.token)
+    if place.keep is not None:
+        prune(path.parent, place.keep)
 
 
 def _read_parts(partial: Path, world_size: int) -> tuple[Any, Any, Any, Any, Any]:

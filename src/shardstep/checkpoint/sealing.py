@@ -11,7 +11,7 @@ import torch
 
 import shardstep
 from shardstep.checkpoint.folder import write_durably
-from shardstep.checkpoint.manifest import CONTENTS, MANIFEST, Contents, Manifest, WrittenFile
+from shardstep.checkpoint.manifest import CONTENTS, MANIFEST, METADATA, Contents, Manifest, WrittenFile
 
 
 def seal(
@@ -25,8 +25,8 @@ def seal(
     """contents.json, torch's `.metadata`, and the manifest last: with it the folder is a checkpoint. `writer`: what
     more it says of who wrote it."""
     text = write_durably(partial / CONTENTS, contents.to_json())
-    (partial / ".metadata").write_bytes(metadata)
-    named = {**files, CONTENTS: _written(text), ".metadata": _written(metadata)}
+    write_durably(partial / METADATA, metadata)
+    named = {**files, CONTENTS: _written(text), METADATA: _written(metadata)}
     who = {"shardstep": shardstep.__version__, "torch": torch.__version__, "ranks": str(contents.world_size), **writer}
     saved = datetime.now(timezone.utc).isoformat(timespec="seconds")
     write_durably(partial / MANIFEST, Manifest(sequence, saved, who, named).to_json())

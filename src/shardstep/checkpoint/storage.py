@@ -7,6 +7,7 @@ rank wrote, from a text that it leaves in the folder.
 from __future__ import annotations
 
 import io
+import math
 import os
 import pickle
 import zlib
@@ -29,7 +30,14 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardstep.checkpoint.manifest import Chunk, StoredTensor, WrittenFile
+from shardstep.checkpoint.folder import naming
+from shardstep.checkpoint.manifest import CONTENTS, Chunk, StoredTensor, WrittenFile
+from shardstep.wire.agreement import travels
+
+
+@travels
+class DamagedError(RuntimeError):
+    """A checkpoint that is not what was written, or was not written by `save`. Another may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +82,26 @@ def write_parts(
         return {}, {}
     name = f"__{rank}_0.distcp"
     stored: dict[str, StoredTensor] = {}
-    with (folder / name).open("wb") as file:
+    with naming(folder / name), (folder / name).open("wb") as file:
         stream = _CheckedStream(file)
         for part in parts:
             start = stream.nbytes
-            torch.save(_by_itself(part.values), stream)  # type: ignore[arg-type]
+            _save(part.values, stream)
             chunk = Chunk(part.offsets, tuple(part.values.shape), name, start, stream.nbytes - start)
             tensor = StoredTensor(part.shape, str(part.values.dtype).removeprefix("torch."), (chunk,))
             stored[part.key] = join_chunks(stored.get(part.key), tensor)
         file.flush()
         os.fsync(file.fileno())
     return stored, {name: WrittenFile(stream.nbytes, stream.crc32)}
+
+
+def _save(values: torch.Tensor, stream: _CheckedStream) -> None:
+    try:
+        torch.save(_by_itself(values), stream)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if stream.failure is not None:  # of a full disk torch says "unexpected pos 704 vs 598"
+            raise stream.failure from error
+        raise
 
 
 def join_chunks(one: StoredTensor | None, other: StoredTensor) -> StoredTensor:
@@ -108,10 +125,15 @@ class _CheckedStream:
 
     def __init__(self, file: Any) -> None:
         self._file, self.nbytes, self.crc32 = file, 0, 0
+        self.failure: OSError | None = None
 
     def write(self, block: Any) -> int:
         self.crc32 = zlib.crc32(block, self.crc32)
-        self._file.write(block)
+        try:
+            self._file.write(block)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
         self.nbytes += len(block)
         return len(block)
 
@@ -155,16 +177,21 @@ def metadata_bytes(
 
 
 def read_wishes(folder: Path, tensors: Mapping[str, StoredTensor], wishes: Iterable[Wish]) -> None:
-    """Fill every target; at most one stored block is in memory beside them. RuntimeError that names the file."""
+    """Fill every target; at most one stored block is in memory beside them. DamagedError that names the file."""
     by_file: dict[str, list[ReadItem]] = {}
     planner = _Targets()
     known: dict[str, tuple[Metadata, TensorStorageMetadata]] = {}
     for wish in wishes:
         if wish.key not in known:
+            if wish.key not in tensors:
+                raise DamagedError(f"{folder / CONTENTS} is damaged (it has no tensor {wish.key})")
             found = as_metadata({wish.key: tensors[wish.key]})
             known[wish.key] = (found, found.state_dict_metadata[wish.key])  # type: ignore[assignment]
         metadata, stored = known[wish.key]
-        for item in planner.items_for(wish, stored):
+        items = planner.items_for(wish, stored)
+        if sum(math.prod(item.lengths) for item in items) != wish.target.numel():
+            raise DamagedError(f"{folder / CONTENTS} is damaged (of {wish.key} only some elements are stored)")
+        for item in items:
             by_file.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
     for name, items in by_file.items():
         reader = FileSystemReader(folder)
@@ -172,8 +199,14 @@ def read_wishes(folder: Path, tensors: Mapping[str, StoredTensor], wishes: Itera
         reader.storage_data = {k: v for key in used for k, v in known[key][0].storage_data.items()}
         try:
             reader.read_data(LoadPlan(items), planner).wait()
+        except pickle.UnpicklingError as error:
+            # torch's own words advise to read it all the same.
+            raise DamagedError(
+                f"{folder / name} has an object where a tensor was written: it was changed, perhaps to run code when "
+                "it is read; none was run"
+            ) from error
         except Exception as error:
-            raise RuntimeError(f"{folder / name} cannot be read: {type(error).__name__}: {error}") from error
+            raise DamagedError(f"{folder / name} cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _Targets(DefaultLoadPlanner):

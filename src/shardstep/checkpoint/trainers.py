@@ -151,7 +151,11 @@ class FastLane:
             engine, own = self._engine, self._optimizer.param_groups
             take_options(groups, own, [spec.name for spec in self._specs])
             engine.take_weights(weights)
-            engine.load(own, engine.plan, {**kept, **{piece: entry for piece, entry in entries.items() if entry}})
+            weights.clear()
+            taken = {**kept, **{piece: entry for piece, entry in entries.items() if entry}}
+            for held in (kept, entries, loading.wishes):  # or it would be in memory twice, when it is joined into runs
+                held.clear()
+            engine.take_state(own, taken)
 
         loading.commit = commit
         return loading

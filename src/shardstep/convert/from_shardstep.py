@@ -37,7 +37,7 @@ def read(path: Path, told: Told = lambda nbytes: None) -> Source:
 
 def describe(found: Found) -> Source:
     """Whether its files are whole is not asked."""
-    contents = read_contents(found.path)
+    contents = read_contents(found.path, found.manifest)
     source = Source("a checkpoint of shardstep", found.path)
     reader = _Reader(found.path, contents)
     first: dict[StoredTensor, str] = {}

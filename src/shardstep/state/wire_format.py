@@ -88,6 +88,8 @@ class Reader:
             return complex(*content)
         if tag == "y":
             return _dtype(content)
+        if tag not in ("l", "t"):
+            raise ValueError(f"{tag!r} is no kind of value in this format")
         items = [self._from_json(item) for item in content]
         return items if tag == "l" else tuple(items)
 

@@ -67,13 +67,15 @@ class LocalShare:
         self._parted: PartedOptimizer | None = None
 
     def build(
-        self, param_groups: ParamGroups, entries: Mapping[Piece, Entry], counted: Mapping[str, Any] | None = None
+        self, param_groups: ParamGroups, entries: dict[Piece, Entry], counted: Mapping[str, Any] | None = None
     ) -> None:
         """Tensors and optimizers anew, with the state in `entries`; what belongs to frozen parameters is put aside.
 
+        `entries` is emptied: what is joined into runs would otherwise be in memory twice, all of it.
         `counted` is what the class has counted on itself; by default what it has in this share.
         """
         rest = dict(entries)
+        entries.clear()
         for slot in self.slots:
             rest = slot.fill(rest)
         counted = self.counted() if counted is None else counted

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from shardstep.wire.channel import Channel
 from shardstep.wire.records import Answer, open_poll
@@ -37,6 +37,15 @@ _ERRORS: dict[str, type[Exception]] = {
         PermissionError,
     )
 }
+
+
+_Kind = TypeVar("_Kind", bound=type[Exception])
+
+
+def travels(kind: _Kind) -> _Kind:
+    """A class of errors, made of a text, that all ranks raise as such when one does."""
+    _ERRORS[kind.__name__] = kind
+    return kind
 
 
 class Facts:

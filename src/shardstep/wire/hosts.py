@@ -239,15 +239,27 @@ def hosts_of(group: Any, backends: dict[str, str]) -> Hosts:
 
 
 def separate_hosts(group: Any, purpose: str) -> Hosts:
-    """Connections of their own between the hosts of a group, for another thread. Made on all of its ranks."""
+    """Connections of their own between the hosts of a group, for another thread. Made on all of its ranks.
+
+    In the middle of a job a peer may die before it comes: it is waited for as long as the group's own calls may take.
+    The program's store may be more patient, so it is asked by way of a copy that is not.
+    """
     name = f"{purpose}/{group.group_name}"
     _generations[name] += 1
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     meeting = f"shardstep/{name}/{_generations[name]}"
-    return Hosts(rank, world_size, *_make_levels(meeting, rank, world_size, timeout_of(group)))
+    store, timeout = _default_store().clone(), timeout_of(group)
+    store.set_timeout(timeout)
+    return Hosts(rank, world_size, *_make_levels(meeting, rank, world_size, timeout, store))
 
 
-def _make_levels(meeting: str, rank: int, world_size: int, timeout: timedelta) -> tuple[list[Any], Any | None]:
+def _default_store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _make_levels(
+    meeting: str, rank: int, world_size: int, timeout: timedelta, meeting_store: Any = None
+) -> tuple[list[Any], Any | None]:
     """Groups of FAN neighbours, then of the first of each FAN, until one group is all: those that `rank` is in.
 
     They meet under a name that follows from the group's own. `torch.distributed.new_group` would name them after how
@@ -258,8 +270,7 @@ def _make_levels(meeting: str, rank: int, world_size: int, timeout: timedelta) -
     while rank in members:
         place = members.index(rank) // FAN * FAN
         nearest = members[place : place + FAN]
-        default: Any = dist.distributed_c10d._get_default_store()
-        store = PrefixStore(f"{meeting}/{len(below)}/{nearest[0]}", default)
+        store = PrefixStore(f"{meeting}/{len(below)}/{nearest[0]}", meeting_store or _default_store())
         made = dist.ProcessGroupGloo(store, nearest.index(rank), len(nearest), timeout)
         if len(members) <= FAN:
             return below, made
