@@ -47,7 +47,7 @@ $(THIRD_PARTY)/.ready: requirements-third-party.txt $(READY)
 # The site, in site/. A warning is an error.
 DOCS := .docs
 docs: $(DOCS)/.ready
-	PYTHONPATH=$(DOCS) $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs site
+	PYTHONPATH=$(DOCS) $(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet docs site
 	@echo "The site is in site/index.html"
 
 $(DOCS)/.ready: requirements-docs.txt $(READY)
