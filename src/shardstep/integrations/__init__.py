@@ -1,0 +1,1 @@
+"""One file for each framework, imported when asked for: `from shardstep.integrations.lightning import ...`."""
