@@ -13,10 +13,11 @@ from torch import nn, optim
 
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed; make test-frameworks installs it")
 
-import shardstep
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+
+import shardstep
 from lightning_programs import (
     DROP_IN,
     FAST,

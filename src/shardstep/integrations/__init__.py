@@ -1,1 +1,1 @@
-"""One file for each framework, imported when asked for: `from shardstep.integrations.lightning import ...`."""
+"""Training frameworks, one file each. Each file imports its framework, and nothing else imports these files."""

@@ -51,6 +51,8 @@ class ShardStepStrategy(_DDPStrategy):
     `shard(self, Adam, groups=[{"params": "generator.*"}], lr=2e-4)`, with manual optimization.
     """
 
+    _optimizers: list[Any]
+
     def __init__(
         self,
         accelerator: Any = None,
@@ -263,12 +265,13 @@ def _clipping_shards(plugin: Any) -> Any:
     if isinstance(plugin, _ClipsShards):
         return plugin
     made = copy.copy(plugin)
-    made.__class__ = _class_that_clips(type(plugin))
+    kind: Any = type(plugin)
+    made.__class__ = _class_that_clips(kind)
     return made
 
 
 @functools.cache
-def _class_that_clips(kind: type) -> type:
+def _class_that_clips(kind: Any) -> type:
     # Under the same name: Lightning keeps the state of a plugin by it.
     return type(kind.__name__, (_ClipsShards, kind), {"__module__": kind.__module__})
 

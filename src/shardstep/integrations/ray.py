@@ -9,9 +9,9 @@
             if step % 100 == 99:
                 report({"loss": loss.item()}, model, opt, extra={"step": step + 1})
 
-Ray makes the process group, and starts the workers again, as many as there are then; `restore` finds the last checkpoint
-that was reported. All workers write their own part straight into the storage of the run, which is a file system that
-all of them share.
+Ray makes the process group, and starts the workers again, as many as there are then; `restore` finds the checkpoint
+that was reported last. All workers write their own part straight into the storage of the run, which is a file system
+that all of them share.
 """
 
 from __future__ import annotations
