@@ -52,7 +52,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="a few steps with two workers, to see that it runs")
     parser.add_argument("--storage", help="a folder that all machines share")
     asked = parser.parse_args()
     steps = 10 if asked.smoke else 400
@@ -60,7 +60,7 @@ def main() -> None:
 
     if "RAY_ADDRESS" not in os.environ:
         ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
-    for workers in (2, 3):
+    for workers in (2,) if asked.smoke else (2, 3):
         trainer = TorchTrainer(
             train_loop,
             train_loop_config={"steps": steps, "steps_in_a_run": steps // 2},

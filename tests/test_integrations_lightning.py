@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +37,7 @@ from lightning_programs import (
     weights_of,
 )
 from shardstep import ShardConfig
+from shardstep.checkpoint.manifest import read_contents
 from shardstep.integrations.lightning import ShardStepStrategy
 from training import raised
 
@@ -326,3 +332,58 @@ def test_options_of_ddp_are_refused_with_what_to_do():
     with pytest.raises(TypeError, match="no option start_method"):
         ShardStepStrategy(start_method="spawn")
     assert issubclass(ShardStepStrategy, DDPStrategy)
+
+
+# -- by Lightning's own launcher ---------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+
+
+def run_program(folder: Path, program: str, *arguments: str) -> str:
+    file = folder / "train.py"
+    file.write_text(program)
+    paths = os.pathsep.join([str(ROOT / "src"), *filter(None, sys.path)])
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    told = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
+    done = subprocess.run(
+        [sys.executable, str(file), *arguments],
+        cwd=folder,
+        env={**os.environ, **told},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stderr + done.stdout
+
+
+def saved_by(folder: Path) -> tuple[int, int]:
+    """How many ranks have written the last checkpoint, and of which step."""
+    last = folder / "run" / "last.ckpt"
+    packed = shardstep.load(last, small_of_the_docs())["lightning"]
+    rest = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
+    return read_contents(last).world_size, rest["global_step"]
+
+
+def small_of_the_docs() -> nn.Module:
+    return nn.ModuleDict({"net": nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 1))})
+
+
+def test_the_program_in_the_docs_trains_on_two_processes_and_goes_on_with_one_under_lightnings_other_name(tmp_path):
+    section = (ROOT / "docs" / "integrations.md").read_text().split("\n## Lightning\n")[1]
+    program = re.search(r"```python\n(.*?)```", section, re.DOTALL).group(1)
+    run_program(tmp_path, program, "2", "2")
+    # 256 samples in batches of 16 are 8 batches for each of two ranks, and 4 steps of two batches, in each of 2 epochs.
+    assert saved_by(tmp_path) == (2, 8)
+    said = run_program(tmp_path, program.replace("lightning.pytorch", "pytorch_lightning"), "1", "4")
+    assert "last.ckpt" in said
+    assert saved_by(tmp_path) == (1, 8 + 2 * 8)
+
+
+def test_shardstep_alone_imports_no_framework():
+    program = (
+        "import sys, shardstep; shardstep.shard, shardstep.save, shardstep.ZeroRedundancyOptimizer; "
+        "print({'lightning', 'pytorch_lightning', 'ray'} & {name.partition('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr

@@ -23,16 +23,20 @@ QUIET = {
 }
 
 
+def run(program: Path, *arguments: str) -> str:
+    paths = os.pathsep.join([str(HERE.parent / "src"), str(HERE), *filter(None, sys.path)])
+    told = {**os.environ, **QUIET, "PYTHONPATH": paths}
+    command = [sys.executable, str(program), *arguments]
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the workers of tests/ray_program.py have left."""
     folder = tmp_path_factory.mktemp("ray")
-    paths = os.pathsep.join([str(HERE.parent / "src"), str(HERE), *filter(None, sys.path)])
-    command = [sys.executable, str(HERE / "ray_program.py"), str(folder)]
-    done = subprocess.run(
-        command, env={**os.environ, **QUIET, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run(HERE / "ray_program.py", str(folder))
     return {path.stem: torch.load(path) for path in folder.glob("*.pt")}
 
 
@@ -65,3 +69,9 @@ def test_restored_with_three_workers_it_has_the_same_state(left):
     assert left["three-restored"]["ranks"] == 3
     for key in ("weights", "state"):
         assert_same(left["three-restored"][key], left["saved"][key])
+
+
+def test_the_example_runs(tmp_path):
+    said = run(HERE.parent / "examples" / "ray_train.py", "--smoke", "--storage", str(tmp_path))
+    assert "'step': 5" in said
+    assert "'workers': 2" in said
