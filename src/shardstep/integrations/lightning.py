@@ -77,7 +77,7 @@ class ShardStepStrategy(_DDPStrategy):
             process_group_backend=process_group_backend,
             **({} if timeout is None else {"timeout": timeout}),
         )
-        self._is_loaded = False  # whether what Lightning restores has been put into place by `load` already
+        self._is_loaded = False  # whether the state that Lightning restores has been put into place by `load` already
 
     # -- the beginning ------------------------------------------------------------------------------------------------
 
@@ -184,12 +184,8 @@ class ShardStepStrategy(_DDPStrategy):
             raise ValueError(f"{path} was not saved by a Trainer: load it with shardstep.load(path, module, optimizer)")
         packed = io.BytesIO(extra[_REST].numpy().tobytes())
         rest: dict[str, Any] = torch.load(packed, weights_only=weights_only is not False, map_location="cpu")
-        # For hooks to look at.
+        # They are in place. Weights for `on_load_checkpoint`, and what that makes of them is loaded as ever.
         return {**rest, "state_dict": module.state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._is_loaded:
-            super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._is_loaded:
