@@ -2,6 +2,7 @@
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
 # make docs: the site, in site/.
+# make test-frameworks: training frameworks (Lightning, Ray Train) with shardstep; frameworks installs them.
 # make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
 # Everything lives in .venv; nothing is installed twice.
 # Any Python from 3.10 on, 3.11 first because the pinned packages were tried with it; PYTHON=... chooses another.
@@ -11,7 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu fuzz test-third-party third-party-table check lint docs bench bench-gpu clean
+.PHONY: demo test test-gpu fuzz test-third-party third-party-table frameworks test-frameworks check lint docs bench \
+	bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
@@ -55,6 +57,18 @@ $(DOCS)/.ready: requirements-docs.txt $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(DOCS) --requirement requirements-docs.txt
 	touch $@
 
+# Beside .venv as well, and beside the optimizers: a framework and an optimizer may want different versions of a package.
+FRAMEWORKS := .frameworks
+frameworks: $(FRAMEWORKS)/.ready
+
+test-frameworks: $(FRAMEWORKS)/.ready
+	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest tests/test_integrations_*.py $(ARGS)
+
+$(FRAMEWORKS)/.ready: requirements-frameworks.txt $(READY)
+	rm -rf $(FRAMEWORKS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(FRAMEWORKS) --requirement requirements-frameworks.txt
+	touch $@
+
 check: lint test
 
 lint: $(READY)
@@ -83,4 +97,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(THIRD_PARTY) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(THIRD_PARTY) $(FRAMEWORKS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn, optim
 import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import batch, loss_of
-from training import raised
+from training import raised, small_model
 
 
 def two_with_one_head() -> tuple[nn.Module, nn.Module]:
@@ -121,3 +122,30 @@ def test_a_shared_backbone_that_is_unfrozen_is_refused(workers, collectives):
     (text,) = set(workers(2).run(unfreezes_what_two_models_share, collectives, timeout=40))
     assert "sharded already" in text
     assert "0.weight" in text
+
+
+class Wrapper:
+    """As a trainer makes one: of the optimizer's own class, too, and all else is found in the optimizer inside."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type("Wrapped", (Wrapper, type(optimizer)), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def loses_a_wrapper() -> None:
+    model = small_model()
+    opt = shardstep.shard(model, optim.AdamW, lr=0.1)
+    wrapper: Any = Wrapper(opt)
+    del wrapper
+    gc.collect()
+    before = [param.detach().clone() for param in model.parameters()]
+    model(torch.ones(2, 6)).sum().backward()
+    opt.step()
+    assert not any(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
+
+
+def test_weights_stopped_to_move_when_a_wrapper_of_the_optimizer_was_garbage(workers):
+    workers(2).run(loses_a_wrapper)

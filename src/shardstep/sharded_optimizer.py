@@ -174,8 +174,12 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
                 release(self, params_of(self.param_groups))
 
     def __del__(self) -> None:
-        """As `close`, so that nothing of it stays with the model."""
-        if getattr(self, "_ready", False) and not self._closed and not sys.is_finalizing():
+        """As `close`, so that nothing of it stays with the model.
+
+        By what is its own: a trainer's wrapper that is of this class, too, and finds all else in the optimizer inside
+        it, must not close that when it goes.
+        """
+        if vars(self).get("_ready") and not self._closed and not sys.is_finalizing():
             with suppress(Exception):  # nobody is there to hear of it
                 try:
                     self._engine.let_go(self.param_groups)

@@ -7,7 +7,7 @@ optim.options.<n>, extra.<n>    tensors among the options, and among what the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,6 +28,14 @@ class Holding:
     parts: list[Part] = field(default_factory=list)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     state: dict[str, set[str]] = field(default_factory=dict)  # names of the tensors in the state of each parameter
+
+
+@dataclass
+class Loading:
+    """What a rank reads, and what is done with it when all ranks have read theirs."""
+
+    wishes: list[Wish] = field(default_factory=list)
+    commit: Callable[[], None] = lambda: None
 
 
 class Trainer(Protocol):

@@ -16,6 +16,7 @@ from shardstep.checkpoint.background import finish_last
 from shardstep.checkpoint.contents import (
     MODEL,
     Entry,
+    Loading,
     dealt,
     model_entries,
     shared_entries,
@@ -28,7 +29,7 @@ from shardstep.checkpoint.options import group_problems, warn_of_options
 from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.storage import DamagedError, Wish, read_wishes
 from shardstep.checkpoint.together import ranks_of
-from shardstep.checkpoint.trainers import Loading, trainer_of, weight_key
+from shardstep.checkpoint.trainers import trainer_of, weight_key
 from shardstep.state.wire_format import Reader
 from shardstep.stepping.average import AVERAGE
 
@@ -46,9 +47,9 @@ def load(path: str | Path, model: nn.Module, optimizer: Any = None, *, strict: b
         extra = shardstep.load("run", model, opt)
         scheduler.load_state_dict(extra["scheduler"])
 
-    Returns the `extra` that was saved. The optimizer may be of any kind and layout that `save` takes. What does not fit
-    is refused, with everything that is missing, unexpected or of another shape; with `strict=False` what fits is
-    loaded. If a rank fails, all raise, and the model and its optimizer are as they were.
+    Returns the `extra` that was saved. The optimizer may be of any kind and layout that `save` takes, or a list of
+    them. What does not fit is refused, with everything that is missing, unexpected or of another shape; with
+    `strict=False` what fits is loaded. If a rank fails, all raise, and the model and its optimizer are as they were.
 
     Every file's checksum is compared first. In a folder a damaged checkpoint is passed over, with a warning.
     """

@@ -70,11 +70,12 @@ def save(
 
         shardstep.save("run/step-1000", model, opt, extra={"step": 1000, "scheduler": scheduler.state_dict()}, keep=3)
 
-    `optimizer` is a sharded one, the drop-in, any other of torch's, or None. `extra` is the same on all ranks,
-    `extra_of_rank` is a rank's own (the state of its random numbers): numbers, texts, lists, dicts and tensors. `keep`:
-    of the checkpoints beside `path`, its own included, so many newest ones stay. `asynchronous` returns as soon as this
-    rank's part is copied, and what is saved is the model of this moment; the next save waits for this one and raises if
-    it failed, as does `wait()` of what is returned.
+    `optimizer` is a sharded one, the drop-in, any other of torch's, or None; or a list of them, each with parameters of
+    its own, as for a GAN in one module. `extra` is the same on all ranks, `extra_of_rank` is a rank's own (the state of
+    its random numbers): numbers, texts, lists, dicts and tensors. `keep`: of the checkpoints beside `path`, its own
+    included, so many newest ones stay. `asynchronous` returns as soon as this rank's part is copied, and what is saved
+    is the model of this moment; the next save waits for this one and raises if it failed, as does `wait()` of what is
+    returned.
 
     If a rank fails, all raise, and what was there before is there still. Anything readable at `path` is replaced only
     by a complete checkpoint.

@@ -1,13 +1,12 @@
 """Optimizers, as a checkpoint sees them: what a rank writes of one, and what it wants of a saved one.
 
 Three kinds: the fast lane, whose ranks hold ranges of parameters; the drop-in, whose ranks hold whole ones; and any
-other, of which every rank holds all.
+other, of which every rank holds all. Several of them are one (several.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from shardstep.checkpoint.contents import (
     MODEL,
     Holding,
+    Loading,
     Trainer,
     parts_of_range,
     parts_of_whole,
@@ -26,7 +26,8 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.manifest import Contents
 from shardstep.checkpoint.options import class_names, named_groups, take_options
-from shardstep.checkpoint.storage import Part, Wish, dtype_of
+from shardstep.checkpoint.several import Several
+from shardstep.checkpoint.storage import Part, dtype_of
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
 from shardstep.memory.views import flat_gradient
 from shardstep.planned import params_of
@@ -38,15 +39,9 @@ from shardstep.stepping.average import AVERAGE
 from shardstep.stepping.masters import MASTER, NARROW
 
 
-@dataclass
-class Loading:
-    """What a rank reads, and what is done with it when all ranks have read theirs."""
-
-    wishes: list[Wish] = field(default_factory=list)
-    commit: Callable[[], None] = lambda: None
-
-
 def trainer_of(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> Trainer:
+    if isinstance(optimizer, list | tuple):
+        return Several([trainer_of(one, model, rank, world_size) for one in optimizer])
     if isinstance(optimizer, ShardedOptimizer):
         return FastLane(optimizer)
     if isinstance(optimizer, Optimizer):
@@ -60,7 +55,7 @@ def trainer_of(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> 
         if isinstance(optimizer, ZeroRedundancyOptimizer):
             return DropIn(optimizer, names)
         return Plain(optimizer, names, rank, world_size)
-    raise TypeError(f"an optimizer is expected, got {type(optimizer).__name__}; of several, save each by itself")
+    raise TypeError(f"an optimizer is expected, or a list of them, got {type(optimizer).__name__}")
 
 
 def values_of(contents: Contents, name: str) -> dict[str, Any]:

@@ -1,0 +1,288 @@
+"""Lightning: `Trainer(strategy=ShardStepStrategy())` trains with the fast lane.
+
+    class Model(LightningModule):
+        def configure_optimizers(self):
+            return shardstep.shard(self, torch.optim.AdamW, lr=3e-4)
+
+The module itself calls `shard`, so that a scheduler it makes is the sharded optimizer's own, and every option of the
+fast lane is there. Processes start as with Lightning's DDP strategy, by torchrun, Slurm or Lightning itself; the module
+is not wrapped. A checkpoint is a folder that `shardstep.load` reads, too, on any number of ranks.
+
+For modules of `lightning` and of `pytorch_lightning`: of the two, the one that the program has imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import io
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardstep.checkpoint.loading import load
+from shardstep.checkpoint.saving import save
+from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
+from shardstep.owners import check_stepped
+from shardstep.sharded_optimizer import ShardedOptimizer
+
+_NEW, _OLD = "lightning.pytorch", "pytorch_lightning"
+_is_old = (_OLD in sys.modules and _NEW not in sys.modules) or importlib.util.find_spec("lightning") is None
+_package = _OLD if _is_old else _NEW
+_DDPStrategy: Any = importlib.import_module(f"{_package}.strategies").DDPStrategy
+_plugins: Any = importlib.import_module(f"{_package}.plugins")
+_FITTING: Any = importlib.import_module(f"{_package}.trainer.states").TrainerFn.FITTING
+
+_REST = "lightning"  # of what a checkpoint has beside the model and its optimizers: Lightning's own
+_SAVED_BY_US = ("state_dict", "optimizer_states")
+
+
+class ShardStepStrategy(_DDPStrategy):
+    """Trains a LightningModule whose `configure_optimizers` returns what `shardstep.shard(self, ...)` returned.
+
+    Of several optimizers, each has parameters of its own:
+    `shard(self, Adam, groups=[{"params": "generator.*"}], lr=2e-4)`, with manual optimization.
+    """
+
+    _optimizers: list[Any]
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **others: Any,
+    ) -> None:
+        if others:
+            raise TypeError(
+                f"ShardStepStrategy has no option {', '.join(sorted(others))}: the module is not wrapped in "
+                "DistributedDataParallel, parameters may be unused in any step, and processes are started as by "
+                "Lightning's 'ddp'. Options of the fast lane go to shardstep.shard(self, ..., config=ShardConfig(...))"
+            )
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            **({} if timeout is None else {"timeout": timeout}),
+        )
+        self._is_loaded = False  # whether the state that Lightning restores has been put into place by `load` already
+
+    # -- the beginning ------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        _refuse_other_storage(self.checkpoint_io, trainer)
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """The module stays as it is."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        problems = list(_problems(self.optimizers, module, trainer, self.precision_plugin))
+        if problems:
+            raise TypeError("ShardStepStrategy cannot train this module: " + "; ".join(problems))
+        check_stepped(module, [name for name, param in module.named_parameters() if param.requires_grad])
+
+    @property
+    def precision_plugin(self) -> Any:
+        return _DDPStrategy.precision_plugin.fget(self)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = None if plugin is None else _clipping_shards(plugin)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """By a call of the module, as under DDP: the hooks of `shard` see where a pass begins, whatever it calls."""
+        module = self.lightning_module
+        with self.precision_plugin.train_step_context():
+            return self._forward_redirection(module, module, "training_step", *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Round the passes of an accumulation but the last."""
+        with ExitStack() as stack:
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer.no_sync())
+            yield
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        for optimizer in self._sharded():
+            with suppress(Exception):  # another rank may be gone, and the first failure is the one to show
+                optimizer.close()
+
+    def teardown(self) -> None:
+        """The state stays where it is, so that `trainer.save_checkpoint` works after `fit`, too."""
+        for optimizer in self._sharded():
+            if not optimizer.is_closed:
+                optimizer.zero_grad()  # Lightning looks for gradients to move, and those of the last step are in shards
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            super().teardown()
+        finally:
+            self._optimizers = optimizers
+
+    def _sharded(self) -> list[ShardedOptimizer]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, ShardedOptimizer)]
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # when there are optimizers to load into
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        del optimizer
+        return {}  # `save_checkpoint` takes it from the optimizer, each rank its own part
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """As a folder, on all ranks: each writes what it holds."""
+        if storage_options is not None:
+            raise TypeError("storage_options are for a CheckpointIO, and every rank writes its part by itself here")
+        module = self.lightning_module
+        added = checkpoint["state_dict"].keys() - module.state_dict().keys()
+        if added:
+            raise ValueError(
+                f"on_save_checkpoint has added {', '.join(sorted(added)[:5])} to 'state_dict', which is saved from the "
+                "module itself: put it under a key of its own in the checkpoint"
+            )
+        rest = {key: value for key, value in checkpoint.items() if key not in _SAVED_BY_US}
+        packed, failure = self.broadcast(_packed(rest) if self.is_global_zero else None)
+        if failure:
+            raise TypeError(f"what Lightning adds to the checkpoint cannot be saved: {failure}")
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else None
+        extra = {_REST: torch.frombuffer(bytearray(packed), dtype=torch.uint8)}
+        save(_local(self.broadcast(filepath)), module, optimizers, extra=extra)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """A folder that any number of ranks has saved; or a file of Lightning's own, of the plain optimizers."""
+        path = self.broadcast(checkpoint_path)
+        self._is_loaded = _is_folder(path)
+        if not self._is_loaded:
+            asked = {} if weights_only is None else {"weights_only": weights_only}
+            loaded: dict[str, Any] = super().load_checkpoint(path, **asked)
+            return loaded
+        module = self.lightning_module
+        optimizers = self.optimizers if module.trainer.state.fn == _FITTING else None
+        extra = load(_local(path), module, optimizers, strict=module.strict_loading)
+        if _REST not in extra:
+            raise ValueError(f"{path} was not saved by a Trainer: load it with shardstep.load(path, module, optimizer)")
+        packed = io.BytesIO(extra[_REST].numpy().tobytes())
+        rest: dict[str, Any] = torch.load(packed, weights_only=weights_only is not False, map_location="cpu")
+        # They are in place. Weights for `on_load_checkpoint`, and what that makes of them is loaded as ever.
+        return {**rest, "state_dict": module.state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._is_loaded:
+            return
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(f"the checkpoint has {len(states)} optimizers, and the module {len(self.optimizers)}")
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+# -- what cannot be done -----------------------------------------------------------------------------------------------
+
+
+def _problems(optimizers: list[Any], module: Any, trainer: Any, precision: Any) -> Iterator[str]:
+    for number, optimizer in enumerate(optimizers):
+        where, kind = f"optimizer {number} of configure_optimizers", type(optimizer).__name__
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            yield f"{where} is the drop-in, which works with DDP: use Trainer(strategy='ddp') with it"
+        elif not isinstance(optimizer, ShardedOptimizer):
+            yield f"{where} is {kind}: return shardstep.shard(self, optimizer_class, lr=...), with groups=... as needed"
+        elif optimizer.model is not module:
+            yield (
+                f"{where} is of a {type(optimizer.model).__name__}, and checkpoints have names of the whole module: "
+                'shard(self, ..., groups=[{"params": "generator.*"}])'
+            )
+        elif optimizer.is_closed:
+            yield f"{where} is closed: its parameters were sharded again by a later shard(self, ...)"
+        elif optimizer._config.step == "backward" and (trainer.gradient_clip_val or getattr(precision, "scaler", None)):
+            yield f'{where} steps inside backward (step="backward"), which can neither be clipped nor scaled before'
+
+
+def _refuse_other_storage(checkpoint_io: Any, trainer: Any) -> None:
+    if type(checkpoint_io) is not _plugins.TorchCheckpointIO:
+        raise TypeError(
+            f"{type(checkpoint_io).__name__} cannot be used with ShardStepStrategy: every rank writes its part of a "
+            "checkpoint by itself, to a file system that all ranks share"
+        )
+    folders = [trainer.default_root_dir, *(getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)]
+    for folder in folders:
+        if folder is not None:
+            _local(folder)
+
+
+def _local(path: Any) -> Path:
+    if "://" in str(path) and not str(path).startswith("file://"):
+        raise ValueError(f"{path}: checkpoints of ShardStepStrategy are written to a file system that all ranks share")
+    return Path(str(path).removeprefix("file://"))
+
+
+def _is_folder(path: Any) -> bool:
+    return "://" not in str(path).removeprefix("file://") and _local(path).is_dir()
+
+
+# -- what Lightning keeps beside ---------------------------------------------------------------------------------------
+
+
+def _packed(rest: Mapping[str, Any]) -> tuple[bytes, str]:
+    """As bytes, which may be of any class that Lightning itself would save; or why that cannot be."""
+    file = io.BytesIO()
+    try:
+        torch.save(dict(rest), file)
+    except Exception as error:
+        return b"", f"{type(error).__name__}: {error}"
+    return file.getvalue(), ""
+
+
+# -- clipping ----------------------------------------------------------------------------------------------------------
+
+
+def _clipping_shards(plugin: Any) -> Any:
+    """The same plugin, of a class of its own that clips by the sharded optimizer."""
+    if isinstance(plugin, _ClipsShards):
+        return plugin
+    made = copy.copy(plugin)
+    kind: Any = type(plugin)
+    made.__class__ = _class_that_clips(kind)
+    return made
+
+
+@functools.cache
+def _class_that_clips(kind: Any) -> type:
+    # Under the same name: Lightning keeps the state of a plugin by it.
+    return type(kind.__name__, (_ClipsShards, kind), {"__module__": kind.__module__})
+
+
+class _ClipsShards:
+    """Gradients lie in shards, and torch's functions would not find them in the parameters."""
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        if clip_val <= 0:
+            return
+        bare = getattr(optimizer, "optimizer", optimizer)
+        scaler = getattr(self, "scaler", None)
+        if scaler is not None and bare._step_supports_amp_scaling:
+            scaler.unscale_(bare)  # Lightning leaves it to the step of such an optimizer, which comes after clipping
+        if gradient_clip_algorithm == "value":
+            bare.clip_grad_value_(clip_val)
+        else:
+            bare.clip_grad_norm_(clip_val)

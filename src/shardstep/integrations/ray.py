@@ -1,0 +1,63 @@
+"""Ray Train: checkpoints of a `TorchTrainer` whose workers train with the fast lane or the drop-in.
+
+    def train_loop(config):
+        model = make_model()
+        opt = shardstep.shard(model, torch.optim.AdamW, lr=3e-4)
+        extra = restore(model, opt) or {"step": 0}
+        for step in range(extra["step"], 1000):
+            ...
+            if step % 100 == 99:
+                report({"loss": loss.item()}, model, opt, extra={"step": step + 1})
+
+Ray makes the process group, and starts the workers again, as many as there are then; `restore` finds the checkpoint
+that was reported last. All workers write their own part straight into the storage of the run, which is a file system
+that all of them share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from ray.train import Checkpoint, CheckpointUploadMode
+from torch import nn
+
+from shardstep.checkpoint.loading import Extra, load
+from shardstep.checkpoint.saving import save
+from shardstep.checkpoint.together import ranks_of
+
+
+def report(
+    metrics: dict[str, Any], model: nn.Module, optimizer: Any = None, *, extra: Mapping[str, Any] | None = None
+) -> None:
+    """`shardstep.save` into the run's storage, and `ray.train.report` of it. Called on all workers."""
+    # Not a number that counts: a run that was restored would count again from the start.
+    name = f"checkpoint_{datetime.now(timezone.utc):%Y-%m-%d_%H-%M-%S.%f}"
+    folder = _storage() / ranks_of(optimizer).told(name)
+    save(folder, model, optimizer, extra=extra)
+    first = ray.train.get_context().get_world_rank() == 0
+    checkpoint = Checkpoint.from_directory(str(folder)) if first else None
+    ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+
+def restore(model: nn.Module, optimizer: Any = None, *, strict: bool = True) -> Extra | None:
+    """`shardstep.load` of what was reported last, on any number of workers; None if nothing was. On all workers."""
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    with checkpoint.as_directory() as folder:
+        return load(folder, model, optimizer, strict=strict)
+
+
+def _storage() -> Path:
+    storage = ray.train.get_context().get_storage()
+    if storage.storage_filesystem.type_name != "local":
+        raise ValueError(
+            f"the run's storage is {storage.storage_filesystem.type_name}, and every worker writes its part of a "
+            "checkpoint to a file system that all share: RunConfig(storage_path=...) of such a one; or call "
+            "shardstep.save(folder, ...) on one that you have, and upload it"
+        )
+    return Path(storage.experiment_fs_path)
