@@ -54,7 +54,7 @@ def load(path: str | Path, model: nn.Module, optimizer: Any = None, *, strict: b
     Every file's checksum is compared first. In a folder a damaged checkpoint is passed over, with a warning.
     """
     finish_last()
-    ranks, bare = ranks_of(optimizer), unwrapped(model)
+    ranks, bare = ranks_of(optimizer, model), unwrapped(model)
     candidates = _candidates(Path(path).absolute(), ranks)
     for name in candidates[:-1]:
         try:

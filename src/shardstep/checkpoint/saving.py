@@ -81,7 +81,7 @@ def save(
     by a complete checkpoint.
     """
     finish_last()
-    target, ranks = Path(path).absolute(), ranks_of(optimizer)
+    target, ranks = Path(path).absolute(), ranks_of(optimizer, model)
     job, failure = None, None
     try:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):

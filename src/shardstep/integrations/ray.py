@@ -36,7 +36,7 @@ def report(
     """`shardstep.save` into the run's storage, and `ray.train.report` of it. Called on all workers."""
     # Not a number that counts: a run that was restored would count again from the start.
     name = f"checkpoint_{datetime.now(timezone.utc):%Y-%m-%d_%H-%M-%S.%f}"
-    folder = _storage() / ranks_of(optimizer).told(name)
+    folder = _storage() / ranks_of(optimizer, model).told(name)
     save(folder, model, optimizer, extra=extra)
     first = ray.train.get_context().get_world_rank() == 0
     checkpoint = Checkpoint.from_directory(str(folder)) if first else None
