@@ -1,4 +1,4 @@
-"""Imports point down: planning < wire < memory < gradients, stepping < state < engine < surfaces, cli.
+"""Imports point down: planning < wire < memory < gradients, stepping < state < engine < surfaces, integrations, cli.
 
 Read from the source; nothing is imported."""
 
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
 ORDER = ["planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "owners", "report",
          "make_share", "step_in_backward", "planned", "engine", "gradient_calls", "gradient_surface", "state_surface",
          "uneven_inputs", "sharded_optimizer",
-         "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook", "checkpoint", "cli"]  # fmt: skip
+         "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook", "checkpoint", "integrations", "cli"]  # fmt: skip
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 

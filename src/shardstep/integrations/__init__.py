@@ -1,0 +1,1 @@
+"""Training frameworks, one file each. Each file imports its framework, and nothing else imports these files."""
