@@ -26,7 +26,6 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import nn
-from torch._C._distributed_c10d import HashStore
 
 from shardstep.checkpoint.contents import unwrapped
 from shardstep.checkpoint.loading import load
@@ -110,7 +109,7 @@ class ShardedAccelerator(Accelerator):
         self._refuse_other_engines()
         if self.num_processes == 1 and not dist.is_initialized():
             # A program on one process runs as ever; shard(...) wants to know its ranks.
-            dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self.register_save_state_pre_hook(lambda models, weights, folder: self.save_optimizers_in(folder))
         self.register_load_state_pre_hook(lambda models, folder: self._load_from(Path(folder)))
 
