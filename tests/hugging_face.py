@@ -20,6 +20,7 @@ def launched() -> Iterator[None]:
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    told |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "HF_HUB_OFFLINE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true"}  # the group is there already
     try:
         with mock.patch.dict(os.environ, told):

@@ -11,7 +11,6 @@ other trainers: `class MyTrainer(Sharded, SFTTrainer)`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -62,7 +61,7 @@ class Sharded:
                 f"optim={trainer.args.optim!s} is not built from param groups, and cannot be sharded: choose another, "
                 "or give optimizers=(shardstep.shard(model, ...), None)"
             )
-        trainer.optimizer_cls_and_kwargs = partial(_build, target, kind, self.shard_config), options
+        trainer.optimizer_cls_and_kwargs = _sharding(target, kind, self.shard_config), options
         try:
             return super().create_optimizer(model)  # type: ignore[misc]
         finally:
@@ -84,15 +83,14 @@ class ShardedTrainer(Sharded, Trainer):
     """A `transformers.Trainer` whose optimizer is sharded."""
 
 
-def _build(
-    model: nn.Module,
-    kind: type[Optimizer],
-    config: ShardConfig | None,
-    groups: Sequence[dict[str, Any]],
-    **options: Any,
-) -> ShardedOptimizer:
-    """In the place of `kind`, which the Trainer calls with its groups."""
-    return shard(model, kind, groups=[group for group in groups if group["params"]], config=config, **options)
+def _sharding(model: nn.Module, kind: type[Optimizer], config: ShardConfig | None) -> type[Optimizer]:
+    """What the Trainer takes for an optimizer's class, and calls with its param groups; it makes a sharded one."""
+
+    class InPlaceOf(Optimizer):
+        def __new__(cls, groups: Sequence[dict[str, Any]], **options: Any) -> Any:
+            return shard(model, kind, groups=[group for group in groups if group["params"]], config=config, **options)
+
+    return InPlaceOf
 
 
 def _check_optimizer(given: Any) -> None:
