@@ -1,6 +1,7 @@
 # make demo: train a small GPT on two ranks, with DDP + AdamW and with shardstep.   make test: the tests.
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
+# make test-frameworks: training frameworks (Accelerate, Hugging Face's Trainer) with shardstep; frameworks installs them.
 # make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
 # Everything lives in .venv; nothing is installed twice.
 PYTHON ?= python3.11
@@ -8,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu fuzz test-third-party third-party-table check lint bench bench-gpu clean
+.PHONY: demo test test-gpu fuzz test-third-party third-party-table frameworks test-frameworks check lint bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
@@ -41,6 +42,18 @@ $(THIRD_PARTY)/.ready: requirements-third-party.txt $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(THIRD_PARTY) --requirement requirements-third-party.txt
 	touch $@
 
+# Beside .venv as well, and beside the optimizers: a framework and an optimizer may want different versions of a package.
+FRAMEWORKS := .frameworks
+frameworks: $(FRAMEWORKS)/.ready
+
+test-frameworks: $(FRAMEWORKS)/.ready
+	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest tests/test_integrations_*.py $(ARGS)
+
+$(FRAMEWORKS)/.ready: requirements-frameworks.txt $(READY)
+	rm -rf $(FRAMEWORKS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(FRAMEWORKS) --requirement requirements-frameworks.txt
+	touch $@
+
 check: lint test
 
 lint: $(READY)
@@ -64,4 +77,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(THIRD_PARTY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(THIRD_PARTY) $(FRAMEWORKS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

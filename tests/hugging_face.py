@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+ROOT = Path(__file__).parent.parent
 
 
 @contextmanager
@@ -66,3 +73,30 @@ def errors_of(*actions: Callable[[], Any]) -> list[str]:
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def torchrun(script: Path, *arguments: str, ranks: int, folder: Path, fails: bool = False) -> str:
+    """What `script` prints, or what it says when it fails; started as people start it, in `folder`."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    told = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback, "HF_HUB_OFFLINE": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run([*launch, str(script), *arguments], cwd=folder, env={**os.environ, **told, **_path()},
+                          capture_output=True, text=True, timeout=150, check=False)  # fmt: skip
+    assert (done.returncode != 0) == fails, done.stderr[-6000:]
+    return done.stderr if fails else done.stdout
+
+
+def _path() -> dict[str, str]:
+    """Where this process imports from, also where the folder is another."""
+    given = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(os.path.abspath(part) for part in given.split(os.pathsep) if part)}
+
+
+def documented(section: str, folder: Path) -> Path:
+    """The program in that section of docs/integrations.md."""
+    text = (ROOT / "docs" / "integrations.md").read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(found) == 1
+    script = folder / "script.py"
+    script.write_text(found[0])
+    return script

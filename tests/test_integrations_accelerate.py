@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardstep
-from hugging_face import assert_same, errors_of, launched, weights_of, whole_state
+from hugging_face import assert_same, documented, errors_of, launched, torchrun, weights_of, whole_state
 
 pytest.importorskip("accelerate", reason="accelerate is not installed; make test-frameworks installs it")
 
@@ -247,7 +247,6 @@ def save_by_number(folder: Path) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
             accelerator.save_state()
-            accelerator.wait_for_everyone()
             weights.append(weights_of(model))
         with torch.no_grad():
             model.weight.zero_()
@@ -340,6 +339,18 @@ print("stepped")
 def test_a_program_on_one_process_needs_no_process_group():
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "stepped"), done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU Accelerate knows better")
+def test_one_of_several_processes_is_not_taken_for_the_only_one(tmp_path):
+    (tmp_path / "script.py").write_text(ALONE.replace("cpu=True", ""))
+    failure = torchrun(tmp_path / "script.py", ranks=2, folder=tmp_path, fails=True)
+    assert "RuntimeError: there are 2 ranks, and Accelerate knows of 1" in failure
+
+
+def test_the_program_in_the_documentation_runs(tmp_path):
+    assert torchrun(documented("Accelerate", tmp_path), ranks=2, folder=tmp_path).count("loss ") == 1
+    assert (tmp_path / "accelerate-run" / "shardstep" / "manifest.json").is_file()
 
 
 def test_shardstep_imports_no_framework():

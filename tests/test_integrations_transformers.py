@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import shardstep
-from hugging_face import assert_same, errors_of, launched, weights_of, whole_state
+from hugging_face import ROOT, assert_same, documented, errors_of, launched, torchrun, weights_of, whole_state
 
 pytest.importorskip("transformers", reason="transformers is not installed; make test-frameworks installs it")
 pytest.importorskip("accelerate", reason="accelerate is not installed; make test-frameworks installs it")
@@ -74,6 +75,7 @@ def make_trainer(run: Run, folder: Path) -> Any:
         gradient_accumulation_steps=run.accumulate, max_grad_norm=run.max_norm, bf16=run.bf16, use_cpu=True,
         save_strategy="steps", save_steps=10, save_total_limit=2, logging_steps=5, report_to=[], disable_tqdm=True,
         lr_scheduler_type="cosine", warmup_steps=3, eval_strategy="steps" if run.evaluates else "no", eval_steps=5,
+        load_best_model_at_end=run.evaluates,
     )  # fmt: skip
     model = make_model(run.model)
     given: dict[str, Any] = {}
@@ -268,3 +270,28 @@ def test_what_cannot_be_sharded_is_refused_before_training(workers, tmp_path):
         assert coupled.startswith("ValueError: ")
         assert "LBFGS" in coupled
         assert gpus.startswith("ValueError: one process has 2 GPUs here, and the Trainer would use DataParallel")
+
+
+# -- whole programs ----------------------------------------------------------------------------------------------------
+
+
+def test_the_program_in_the_documentation_runs(tmp_path):
+    assert torchrun(documented("Hugging Face Trainer", tmp_path), ranks=2, folder=tmp_path).count("\nloss ") == 2
+    assert (tmp_path / "trainer-run" / "checkpoint-20" / "shardstep" / "manifest.json").is_file()
+
+
+def test_the_lora_example_trains_and_goes_on(tmp_path):
+    def run(ranks: int) -> list[str]:
+        printed = torchrun(ROOT / "examples" / "lora_finetune.py", "--smoke", ranks=ranks, folder=tmp_path)
+        return [line for line in printed.splitlines() if line.startswith(("begin", "step"))]
+
+    begin, middle, end = run(2)
+    assert begin.startswith("begin at step 0: 8,192 elements are trained")
+    assert middle.startswith("step 6: ")
+    for ranks in (2, 1):
+        shutil.rmtree(tmp_path / "lora-run" / "step-12")
+        begin, again = run(ranks)
+        assert begin.startswith("begin at step 6: ")
+        assert again.startswith("step 12: ")
+        if ranks == 2:  # the same batches: to the bit
+            assert again == end

@@ -15,6 +15,7 @@ as the optimizer's is the name of that folder. Weights are loaded first: those i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -107,11 +108,19 @@ class ShardedAccelerator(Accelerator):
 
     def _begin(self) -> None:
         self._refuse_other_engines()
-        if self.num_processes == 1 and not dist.is_initialized():
-            # A program on one process runs as ever; shard(...) wants to know its ranks.
+        self._check_ranks()
+        if not dist.is_initialized():  # a program on one process runs as ever; shard(...) wants to know its ranks
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self.register_save_state_pre_hook(lambda models, weights, folder: self.save_optimizers_in(folder))
         self.register_load_state_pre_hook(lambda models, folder: self._load_from(Path(folder)))
+
+    def _check_ranks(self) -> None:
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks != self.num_processes:
+            raise RuntimeError(
+                f"there are {ranks} ranks, and Accelerate knows of {self.num_processes}: it would not deal out the "
+                "data. On CPUs pass cpu=True (to TrainingArguments: use_cpu=True)"
+            )
 
     def _refuse_other_engines(self) -> None:
         if self.distributed_type in _OTHERS:
@@ -208,11 +217,13 @@ class ShardedAccelerator(Accelerator):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever, on all ranks; every rank writes its part of what is sharded."""
+        """As ever, on all ranks; every rank writes its part of what is sharded. All of it is there when it returns."""
         try:
-            return super().save_state(*args, **kwargs)
+            saved = super().save_state(*args, **kwargs)
         finally:
             self._forget_folders()
+        self.wait_for_everyone()  # the main process writes the weights, and others may load them at once
+        return saved
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As ever, on all ranks, of any number."""
