@@ -144,9 +144,9 @@ def test_given_optimizers_are_taken(workers, tmp_path):
 def test_clipping_differs_in_the_last_bits_of_the_norm(workers, tmp_path):
     run = Run(model="llama", max_norm=0.1, accumulate=2)
     for plain, sharded in workers(2).run(train_all, [replace(run, kind="plain"), run], tmp_path, timeout=150):
-        # The norm adds squares piece by piece, not parameter by parameter: 1e-7 of a gradient, and by that of a step
-        # of 0.01. Weights feed back into the next gradients: a thousand times that is still no other training.
-        assert_same(sharded["weights"], plain["weights"], atol=1e-5)
+        # The norm adds squares piece by piece, not parameter by parameter: 1e-7 of a gradient, which Adam divides by
+        # its own size. Twenty steps of at most 0.01 each, and their rounding: 2.4e-7 was seen.
+        assert_same(sharded["weights"], plain["weights"], atol=1e-6)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -281,17 +281,14 @@ def test_the_program_in_the_documentation_runs(tmp_path):
 
 
 def test_the_lora_example_trains_and_goes_on(tmp_path):
-    def run(ranks: int) -> list[str]:
-        printed = torchrun(ROOT / "examples" / "lora_finetune.py", "--smoke", ranks=ranks, folder=tmp_path)
+    def run() -> list[str]:
+        printed = torchrun(ROOT / "examples" / "lora_finetune.py", "--smoke", ranks=2, folder=tmp_path)
         return [line for line in printed.splitlines() if line.startswith(("begin", "step"))]
 
-    begin, middle, end = run(2)
+    begin, middle, end = run()
     assert begin.startswith("begin at step 0: 8,192 elements are trained")
     assert middle.startswith("step 6: ")
-    for ranks in (2, 1):
-        shutil.rmtree(tmp_path / "lora-run" / "step-12")
-        begin, again = run(ranks)
-        assert begin.startswith("begin at step 6: ")
-        assert again.startswith("step 12: ")
-        if ranks == 2:  # the same batches: to the bit
-            assert again == end
+    shutil.rmtree(tmp_path / "lora-run" / "step-12")
+    begin, again = run()
+    assert begin.startswith("begin at step 6: ")
+    assert again == end  # the same batches: to the bit
