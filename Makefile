@@ -2,7 +2,7 @@
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
 # make docs: the site, in site/.
-# make test-frameworks: training frameworks (Lightning, Ray Train) with shardstep; frameworks installs them.
+# make test-frameworks: Accelerate, Hugging Face's Trainer, Lightning, Ray Train; frameworks installs them.
 # make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
 # Everything lives in .venv; nothing is installed twice.
 # Any Python from 3.10 on, 3.11 first because the pinned packages were tried with it; PYTHON=... chooses another.

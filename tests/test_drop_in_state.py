@@ -106,9 +106,9 @@ def test_a_state_saved_by_n_ranks_loads_on_m(workers):
 def only_where_it_was_consolidated() -> None:
     params = make_params()
     zero = ZeroRedundancyOptimizer(params, AdamW, lr=0.1)
+    train(zero, params, range(1))
     with pytest.raises(RuntimeError, match=rf"never consolidated.*consolidate_state_dict\(to={zero.rank}\)"):
         zero.state_dict()
-    train(zero, params, range(1))
     zero.consolidate_state_dict(to=1)
     if zero.rank == 1:
         assert list(zero.state_dict()["state"]) == list(range(len(params)))
@@ -119,6 +119,32 @@ def only_where_it_was_consolidated() -> None:
 
 def test_state_dict_elsewhere_names_the_call_to_make(workers):
     workers(3).run(only_where_it_was_consolidated)
+
+
+def nothing_to_consolidate_yet() -> None:
+    params = make_params()
+    zero = ZeroRedundancyOptimizer([{"params": params[:2]}, {"params": params[2:], "lr": 0.2}], AdamW, lr=0.1)
+    plain = AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 0.2}], lr=0.1)
+    for _ in range(2):  # as programs do that put a state_dict on its device: also when they do it again
+        saved = zero.state_dict()
+        assert saved == plain.state_dict()
+        zero.load_state_dict(saved)
+    train(zero, params, range(1))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="never consolidated"):
+            zero.state_dict()
+        zero.load_state_dict(_stepped(params, plain))
+
+
+def _stepped(params: list[torch.Tensor], plain: torch.optim.Optimizer) -> dict[str, Any]:
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    plain.step()
+    return plain.state_dict()
+
+
+def test_state_dict_before_the_first_step_is_that_of_a_new_optimizer_on_every_rank(workers):
+    workers(3).run(nothing_to_consolidate_yet)
 
 
 def options_are_current() -> None:

@@ -261,9 +261,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._saved.keep(consolidate(self._channel, self._shard.entries, to), to)
 
     def state_dict(self) -> dict[str, Any]:
-        """The unsharded optimizer's state_dict, tensors on the CPU; on the rank it was consolidated to."""
+        """The unsharded optimizer's state_dict, tensors on the CPU; on the rank it was consolidated to.
+
+        Before the first step there is no state to consolidate, and every rank has all of it.
+        """
         self._check_overlap_initialized()
-        saved = self._saved.read(self.rank)
+        # Some make state when they are built (Adagrad): that has to be brought here as any other.
+        has_none = self._saved.is_new and not self.optim.state
+        saved = {} if has_none else self._saved.read(self.rank)
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         packed: dict[str, Any] = {
@@ -297,7 +302,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise
         self.param_groups[:] = loaded_groups(self.param_groups, self.optim.param_groups, state_dict["param_groups"])
         self._strategy.reloaded()
-        self._saved.loaded()
+        self._saved.loaded(empty=not state_dict["state"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -25,8 +25,9 @@ class SavedState:
         if self._state is not None:
             self._state, self._why_not, self.is_here = None, why, False
 
-    def loaded(self) -> None:
-        self.is_new = False
+    def loaded(self, *, empty: bool = False) -> None:
+        """`empty`: of a state_dict without state, so that again no rank has any."""
+        self.is_new = empty
         self.lose("was consolidated before load_state_dict")
 
     def stepped(self, what: str) -> None:

@@ -1,0 +1,270 @@
+"""Accelerate: `ShardedAccelerator` takes the place of `accelerate.Accelerator`.
+
+    accelerator = ShardedAccelerator()
+    model.to(accelerator.device)
+    optimizer = shardstep.shard(model, torch.optim.AdamW, lr=3e-4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+The rest of the program stays as it is. A model that `shard` has is not wrapped in DistributedDataParallel; a drop-in
+`shardstep.ZeroRedundancyOptimizer` works with DDP as before. `save_state` writes every rank's part.
+
+[Note: where the state is] Accelerate keeps what `optimizer.state_dict()` returns on the main process, which is a part.
+So the state is saved by `shardstep.save` into a folder beside Accelerate's files, by all ranks; what Accelerate saves
+as the optimizer's is the name of that folder. Weights are loaded first: those in 16 bits have masters among the state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+from torch import nn
+
+from shardstep.checkpoint.contents import unwrapped
+from shardstep.checkpoint.loading import load
+from shardstep.checkpoint.saving import save
+from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
+from shardstep.owners import owned_in
+from shardstep.planned import params_of
+from shardstep.sharded_optimizer import ShardedOptimizer
+
+STATE_IN = "the optimizer's state was saved by shardstep in"  # the one key of what Accelerate keeps of it
+_OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """What `prepare` makes of a sharded optimizer. See [Note: where the state is]."""
+
+    def __init__(self, optimizer: Any, scaler: Any, prepared: Callable[[], Sequence[nn.Module]]) -> None:
+        """`prepared` are the accelerator's models."""
+        super().__init__(optimizer, device_placement=False, scaler=scaler)  # its state is where its parameters are
+        self._prepared = prepared
+        self.saved_in: Path | None = None  # while an accelerator saves
+        self.loads_from: Path | None = None  # while it loads
+        self._is_accelerate_prepared = True
+
+    def step(self, closure: Any = None) -> None:
+        before = None if self.scaler is None else self.scaler.get_scale()
+        super().step(closure)
+        if before is not None and self.gradient_state.sync_gradients:
+            # A step that takes the scaler's verdict on the device is called in any case, and skips there.
+            self._is_overflow = self.scaler.get_scale() < before
+
+    def state_dict(self) -> Any:
+        return super().state_dict() if self.saved_in is None else {STATE_IN: self.saved_in.name}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        if STATE_IN not in state_dict:  # as the plain optimizer's: whole
+            super().load_state_dict(state_dict)
+        elif self.loads_from is None:
+            raise RuntimeError(
+                f"this state_dict says only that {STATE_IN} {state_dict[STATE_IN]!r}: load it with load_state() of the "
+                "ShardedAccelerator, or with shardstep.load(path of that folder, model, optimizer)"
+            )
+        else:
+            load(self.loads_from / state_dict[STATE_IN], self.model, self.optimizer)
+
+    def save_in(self, path: Path) -> None:
+        """On all ranks."""
+        save(path, self.model, self.optimizer)
+        self.saved_in = path
+
+    @property
+    def model(self) -> nn.Module:
+        if isinstance(self.optimizer, ShardedOptimizer):
+            return self.optimizer.model
+        own = set(params_of(self.param_groups))
+        for model in self._prepared():
+            if own.issubset(model.parameters()):
+                return model
+        raise ValueError(
+            "a checkpoint needs the names of the parameters of this ZeroRedundancyOptimizer, and no model that was "
+            "prepared has them: give prepare() the whole model, too"
+        )
+
+
+class ShardedAccelerator(Accelerator):
+    """An `accelerate.Accelerator` that knows shardstep's optimizers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin()
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator) -> ShardedAccelerator:
+        """One that goes on where `accelerator` is: for programs that make theirs themselves, as trainers do."""
+        made = cls.__new__(cls)
+        made.__dict__.update(accelerator.__dict__)
+        made._begin()
+        return made
+
+    def _begin(self) -> None:
+        self._refuse_other_engines()
+        self._check_ranks()
+        if not dist.is_initialized():  # a program on one process runs as ever; shard(...) wants to know its ranks
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        self.register_save_state_pre_hook(lambda models, weights, folder: self.save_optimizers_in(folder))
+        self.register_load_state_pre_hook(lambda models, folder: self._load_from(Path(folder)))
+
+    def _check_ranks(self) -> None:
+        ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks != self.num_processes:
+            raise RuntimeError(
+                f"there are {ranks} ranks, and Accelerate knows of {self.num_processes}: it would not deal out the "
+                "data. On CPUs pass cpu=True (to TrainingArguments: use_cpu=True)"
+            )
+
+    def _refuse_other_engines(self) -> None:
+        if self.distributed_type in _OTHERS:
+            raise ValueError(
+                f"this accelerator is configured for {self.distributed_type.value}, which shards by itself: configure "
+                "plain multi-GPU or multi-CPU training for shardstep, or use accelerate.Accelerator without it"
+            )
+        plan = self.parallelism_config
+        if plan is not None and plan.total_size > plan.dp_replicate_size:
+            raise ValueError(
+                f"shardstep shards over data-parallel ranks, and this accelerator has {plan!r}: use dp_replicate_size "
+                "alone, or accelerate.Accelerator without shardstep"
+            )
+
+    # -- preparing ----------------------------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As ever; but a model that `shardstep.shard` has gets no DistributedDataParallel round it."""
+        if not evaluation_mode and (owned := owned_in(unwrapped(model))):
+            self._check_sharded(unwrapped(model), owned, moves=self.device_placement and device_placement is not False)
+            evaluation_mode = True  # Accelerate's word for: autocast and compilation, and no wrapper
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def _check_sharded(self, model: nn.Module, owned: set[torch.Tensor], *, moves: bool) -> None:
+        left = [name for name, param in model.named_parameters() if param.requires_grad and param not in owned]
+        if left:
+            raise ValueError(
+                f"no sharded optimizer has {', '.join(left[:5])}{' and others' if len(left) > 5 else ''} of this "
+                f"{type(model).__name__}: their gradients would not be reduced. Give them to shard(...), too, or "
+                "freeze them with requires_grad_(False)"
+            )
+        target = torch.empty(0, device=self.device).device
+        away = [name for name, param in model.named_parameters() if param in owned and param.device != target]
+        if moves and away:
+            raise ValueError(
+                f"{away[0]} is on {dict(model.named_parameters())[away[0]].device} and would be moved to {target}: "
+                "call model.to(accelerator.device) before shard(...)"
+            )
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, ShardedOptimizer | ZeroRedundancyOptimizer):
+            optimizer = PreparedOptimizer(optimizer, self.scaler, lambda: self._models)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Inside, backward passes of `model` send nothing. `accumulate` calls it."""
+        bare = unwrapped(model)
+        with ExitStack() as stack:
+            found = [one.optimizer for one in self._fast() if one.optimizer.model is bare]
+            for context in [one.no_sync() for one in found] or [super().no_sync(model)]:
+                stack.enter_context(context)
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        given = _listed(parameters)
+        sharded = self._optimizer_of(given, "clip_grad_norm_")
+        if sharded is None:
+            return super().clip_grad_norm_(given, max_norm, norm_type)
+        self.unscale_gradients(sharded)
+        return sharded.optimizer.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        given = _listed(parameters)
+        sharded = self._optimizer_of(given, "clip_grad_value_")
+        if sharded is None:
+            super().clip_grad_value_(given, clip_value)
+        else:
+            self.unscale_gradients(sharded)
+            sharded.optimizer.clip_grad_value_(clip_value)
+
+    def _fast(self) -> list[PreparedOptimizer]:
+        return [one for one in self._optimizers if isinstance(getattr(one, "optimizer", None), ShardedOptimizer)]
+
+    def _optimizer_of(self, given: Sequence[torch.Tensor], what: str) -> PreparedOptimizer | None:
+        """The sharded optimizer whose parameters these are; None, if they are no sharded one's."""
+        asked = {param for param in given if param.requires_grad}
+        for one in self._fast():
+            own = {param for param in params_of(one.optimizer.param_groups) if param.requires_grad}
+            if asked == own:
+                return one
+            if not asked.isdisjoint(own):
+                raise ValueError(
+                    f"{what} is given {len(asked & own)} of the {len(own)} trainable parameters of a sharded optimizer"
+                    f"{' and others' if asked - own else ''}: gradients in shards are clipped all together. Give it "
+                    "model.parameters(), of one model that was sharded as a whole"
+                )
+        return None
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever, on all ranks; every rank writes its part of what is sharded. All of it is there when it returns."""
+        try:
+            saved = super().save_state(*args, **kwargs)
+        finally:
+            self._forget_folders()
+        self.wait_for_everyone()  # the main process writes the weights, and others may load them at once
+        return saved
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As ever, on all ranks, of any number."""
+        try:
+            super().load_state(*args, **kwargs)
+        finally:
+            self._forget_folders()
+
+    @contextmanager
+    def optimizers_saved_in(self, folder: str | Path) -> Iterator[None]:
+        """Save the sharded optimizers. Inside, their state_dict() says where they are. On all ranks."""
+        try:
+            self.save_optimizers_in(folder)
+            yield
+        finally:
+            self._forget_folders()
+
+    @contextmanager
+    def optimizers_loaded_from(self, folder: str | Path) -> Iterator[None]:
+        """Inside, load_state_dict() of the sharded optimizers takes what their state_dict() was then."""
+        try:
+            self._load_from(Path(folder))
+            yield
+        finally:
+            self._forget_folders()
+
+    def save_optimizers_in(self, folder: str | Path) -> None:
+        for number, one in enumerate(self._prepared()):
+            one.save_in(Path(folder) / (f"shardstep_{number}" if number else "shardstep"))
+
+    def _load_from(self, folder: Path) -> None:
+        for one in self._prepared():
+            one.loads_from = folder
+
+    def _forget_folders(self) -> None:
+        for one in self._prepared():
+            one.saved_in = one.loads_from = None
+
+    def _prepared(self) -> list[PreparedOptimizer]:
+        return [one for one in self._optimizers if isinstance(one, PreparedOptimizer)]
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -1,0 +1,102 @@
+"""Hugging Face's Trainer: `ShardedTrainer` takes the place of `transformers.Trainer`.
+
+    trainer = ShardedTrainer(model=model, args=args, train_dataset=data)
+    trainer.train(resume_from_checkpoint=True)
+
+It trains with the optimizer that the Trainer would make, sharded over the ranks, and without DistributedDataParallel.
+Checkpoints are the Trainer's own, with a folder `shardstep` for what is sharded, and load on any number of ranks. For
+other trainers: `class MyTrainer(Sharded, SFTTrainer)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer
+
+from shardstep.config import ShardConfig
+from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
+from shardstep.integrations.accelerate import PreparedOptimizer, ShardedAccelerator
+from shardstep.sharded_optimizer import ShardedOptimizer, shard
+
+_WITHOUT_GROUPS = ("params", "model", "optimizer_dict")  # of optimizers that want something else than param groups
+
+
+class Sharded:
+    """What has to be different in a `transformers.Trainer`; to be named before it among the bases of a class."""
+
+    def __init__(self, *args: Any, shard_config: ShardConfig | None = None, **kwargs: Any) -> None:
+        """As the Trainer's. `optimizers` may have what `shardstep.shard` returned for the model, or a drop-in."""
+        self.shard_config = shard_config
+        super().__init__(*args, **kwargs)
+        trainer: Any = self
+        if trainer.args.n_gpu > 1:
+            raise ValueError(
+                f"one process has {trainer.args.n_gpu} GPUs here, and the Trainer would use DataParallel: start one "
+                "process for each, with torchrun or accelerate launch"
+            )
+        _check_optimizer(trainer.optimizer)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator = ShardedAccelerator.adopt(self.accelerator)  # type: ignore[has-type]
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The Trainer's own choice of class, options and param groups, given to `shardstep.shard`."""
+        trainer: Any = self
+        _check_optimizer(trainer.optimizer)
+        if trainer.optimizer is not None:
+            return trainer.optimizer
+        chosen, target = trainer.optimizer_cls_and_kwargs, trainer.model if model is None else model
+        kind, options = chosen or trainer.get_optimizer_cls_and_kwargs(trainer.args, target)
+        if (
+            not isinstance(kind, type)
+            or not issubclass(kind, Optimizer)
+            or any(key in options for key in _WITHOUT_GROUPS)
+        ):
+            raise ValueError(
+                f"optim={trainer.args.optim!s} is not built from param groups, and cannot be sharded: choose another, "
+                "or give optimizers=(shardstep.shard(model, ...), None)"
+            )
+        trainer.optimizer_cls_and_kwargs = _sharding(target, kind, self.shard_config), options
+        try:
+            return super().create_optimizer(model)  # type: ignore[misc]
+        finally:
+            trainer.optimizer_cls_and_kwargs = chosen
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # it would look for gradients, which are in shards
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self.accelerator.optimizers_saved_in(output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self.accelerator.optimizers_loaded_from(checkpoint or ""):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+
+class ShardedTrainer(Sharded, Trainer):
+    """A `transformers.Trainer` whose optimizer is sharded."""
+
+
+def _sharding(model: nn.Module, kind: type[Optimizer], config: ShardConfig | None) -> type[Optimizer]:
+    """What the Trainer takes for an optimizer's class, and calls with its param groups; it makes a sharded one."""
+
+    class InPlaceOf(Optimizer):
+        def __new__(cls, groups: Sequence[dict[str, Any]], **options: Any) -> Any:
+            return shard(model, kind, groups=[group for group in groups if group["params"]], config=config, **options)
+
+    return InPlaceOf
+
+
+def _check_optimizer(given: Any) -> None:
+    known = ShardedOptimizer | ZeroRedundancyOptimizer | PreparedOptimizer
+    if given is not None and not isinstance(given, known):
+        raise TypeError(
+            f"optimizers has a {type(given).__name__}, which every rank would hold whole: give what "
+            "shardstep.shard(model, ...) returns, or a shardstep.ZeroRedundancyOptimizer, or leave it out"
+        )
