@@ -37,7 +37,7 @@ from lightning_programs import (
     weights_of,
 )
 from shardstep import ShardConfig
-from shardstep.checkpoint.manifest import read_contents
+from shardstep.checkpoint.manifest import read_contents, read_manifest
 from shardstep.integrations.lightning import ShardStepStrategy
 from training import raised
 
@@ -413,7 +413,7 @@ def saved_by(folder: Path) -> tuple[int, int]:
     last = folder / "run" / "last.ckpt"
     packed = shardstep.load(last, small_of_the_docs())["lightning"]
     rest = torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True)
-    return read_contents(last).world_size, rest["global_step"]
+    return read_contents(last, read_manifest(last)).world_size, rest["global_step"]
 
 
 def small_of_the_docs() -> nn.Module:
