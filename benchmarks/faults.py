@@ -133,12 +133,17 @@ def kills_grid(verdicts: Sequence[dict[str, Any]]) -> Grid:
         rows.append(_row(kind, ours, saving))
     rows.append(_row("all", verdicts, sum(verdict["moment"] != "training" for verdict in verdicts)))
     columns = ("kill", "kills", "while saving", "lost", "incomplete loaded", "hangs", "left over", "survivors raised")
-    return Grid("Kills", "Each followed by a start that loads and compares.", columns, tuple(rows))
+    note = (
+        "Each followed by a start that loads and compares. The last column: seconds until all ranks had ended, at most."
+    )
+    return Grid("Kills", note, (*columns, "slowest end"), tuple(rows))
 
 
 def _row(kind: str, ours: Sequence[dict[str, Any]], saving: int) -> tuple[str, ...]:
     counts = [sum(verdict[word] for verdict in ours) for word in COUNTED]
-    return (kind, *(f"{one:,}" for one in (len(ours), saving, *counts, sum(verdict["survivors"] for verdict in ours))))
+    slowest = max(verdict["seconds"] for verdict in ours)
+    raised = sum(verdict["survivors"] for verdict in ours)
+    return (kind, *(f"{one:,}" for one in (len(ours), saving, *counts, raised)), f"{slowest:.1f}")
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------

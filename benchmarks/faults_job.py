@@ -28,7 +28,7 @@ from shardstep.checkpoint import storage
 
 STEPS = 400  # of which the truth is known
 BETWEEN = 3  # steps from one save to the next
-GROUP_TIMEOUT = timedelta(seconds=20)
+GROUP_TIMEOUT = timedelta(seconds=8)
 WRITES = 150  # one in so many writes to a part counts as an operation: about five in a part
 
 Truth = list[dict[str, torch.Tensor]]  # by step: weights by name, and state by "name.key", all flat

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 FAN = 32  # members of one Gloo group
+MEETING = timedelta(seconds=30)  # for ranks that come at once, to connect
 _FRAME = 128  # bytes of the message that goes in any case
 _SHORT = 48  # records up to this size go in it; of longer ones it says whether they have changed
 _WORDS = 96  # bytes of what a rank says it is doing, when the ranks have gone apart
@@ -241,16 +242,21 @@ def hosts_of(group: Any, backends: dict[str, str]) -> Hosts:
 def separate_hosts(group: Any, purpose: str) -> Hosts:
     """Connections of their own between the hosts of a group, for another thread. Made on all of its ranks.
 
-    In the middle of a job a peer may die before it comes: it is waited for as long as the group's own calls may take.
-    The program's store may be more patient, so it is asked by way of a copy that is not.
+    In the middle of a job a peer may die before it comes. All of them come at once, so it is not waited for as long as
+    the group's calls may take: Gloo tries five times as long to connect with one that has told its address and died.
+    The program's store is more patient, too, and so is asked by way of a copy that is not.
     """
     name = f"{purpose}/{group.group_name}"
     _generations[name] += 1
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     meeting = f"shardstep/{name}/{_generations[name]}"
     store, timeout = _default_store().clone(), timeout_of(group)
-    store.set_timeout(timeout)
-    return Hosts(rank, world_size, *_make_levels(meeting, rank, world_size, timeout, store))
+    store.set_timeout(min(timeout, MEETING))
+    below, top = _make_levels(meeting, rank, world_size, min(timeout, MEETING), store)
+    for made in (*below, top):
+        if made is not None:
+            made._set_default_timeout(timeout)
+    return Hosts(rank, world_size, below, top)
 
 
 def _default_store() -> Any:
