@@ -143,7 +143,7 @@ def _row(kind: str, ours: Sequence[dict[str, Any]], saving: int) -> tuple[str, .
     counts = [sum(verdict[word] for verdict in ours) for word in COUNTED]
     slowest = max(verdict["seconds"] for verdict in ours)
     raised = sum(verdict["survivors"] for verdict in ours)
-    return (kind, *(f"{one:,}" for one in (len(ours), saving, *counts, raised)), f"{slowest:.1f}")
+    return (kind, *(f"{one:,}" for one in (len(ours), saving, *counts, raised)), f"{slowest:.1f}" if slowest else "-")
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
