@@ -57,6 +57,9 @@ class Trainer(Protocol):
     def groups(self) -> list[dict[str, Any]]:
         """Options, with the names of parameters as "params"."""
 
+    def facts(self) -> list[str]:
+        """What of its state must be the same on every rank."""
+
 
 def state_key(name: str, key: str) -> str:
     return f"{STATE}{name}.{key}"
@@ -108,14 +111,19 @@ class Entry:
     tensor: torch.Tensor
     same_as: str | None
 
+    def __str__(self) -> str:
+        tied = f", the same as {self.same_as}" if self.same_as else ""
+        return f"{self.key}: shape {tuple(self.tensor.shape)}, {self.tensor.dtype}{tied}"
+
 
 def model_entries(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
-    """The tensors of a model's state_dict, and what is no tensor in it."""
+    """The parameters and buffers in a model's state_dict; and what else is in it, which only its own code can load."""
     seen: dict[tuple[Any, ...], str] = {}
     found: list[Entry] = []
     others: dict[str, Any] = {}
+    own = {id(one) for one in (*model.parameters(), *model.buffers())}
     for key, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
+        if id(value) not in own:
             others[key] = value
             continue
         mark = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)
@@ -142,10 +150,13 @@ def shared_entries(entries: Sequence[Entry], trainer: Trainer | None) -> list[En
 
 
 def dealt(entries: Sequence[Entry], trainer: Trainer | None, world_size: int) -> list[int]:
-    """Who writes, and reads, each of the shared ones: the same on every rank, and about as many bytes each."""
+    """Who writes, and reads, each of the shared ones: the same on every rank, and about as many bytes each.
+
+    Buffers are all the first rank's: between two steps ranks may have different ones, and DDP goes on with those.
+    """
     load = [0] * world_size
     owners = []
     for entry in shared_entries(entries, trainer):
-        owners.append(load.index(min(load)))
+        owners.append(load.index(min(load)) if isinstance(entry.tensor, nn.Parameter) else 0)
         load[owners[-1]] += entry.tensor.nbytes
     return owners

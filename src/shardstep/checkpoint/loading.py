@@ -72,7 +72,8 @@ def _load(path: Path, model: nn.Module, optimizer: Any, ranks: Ranks, *, strict:
         read = _read(found, contents, model, optimizer, ranks, strict=strict)
     except Exception as error:
         failure = error
-    ranks.agree("load", failure, f"path={found.path}", f"strict={strict}")
+    facts = [] if read is None else [str(one.entry) for one in read.shared]  # each is given by one rank to all
+    ranks.agree("load", failure, f"path={found.path}", f"strict={strict}", *facts)
     assert read is not None, "agreed"
     _take_others(model, read.others, ranks)
     _commit(ranks, read.shared, read.loading)
@@ -115,11 +116,12 @@ class _Shared(NamedTuple):
 
 
 def _read(found: Found, contents: Contents, model: nn.Module, optimizer: Any, ranks: Ranks, *, strict: bool) -> _Read:
-    entries, _ = model_entries(model)
+    entries, others = model_entries(model)
     trainer: Any = None if optimizer is None else trainer_of(optimizer, model, ranks.rank, ranks.world_size)
     groups = list(_read_text(found, contents, contents.groups, "optim.options", "groups")["groups"])
-    names = _check(found, contents, entries, trainer, groups, strict=strict)
     told = _read_text(found, contents, contents.extra, "extra", "extra", "model")
+    problems = [*_model_problems(contents, entries), *_other_problems(told["model"], others)]
+    names = _check(found, contents, problems, trainer, groups, strict=strict)
     extra = Extra(told["extra"])
     extra.path, extra.own = found.path, _own_extra(found, contents, ranks)
     loading = Loading() if trainer is None else trainer.load(contents, groups, names)
@@ -134,6 +136,9 @@ def _read(found: Found, contents: Contents, model: nn.Module, optimizer: Any, ra
 
 
 def _find_shared(contents: Contents, entries: Sequence[Entry], trainer: Any, ranks: Ranks) -> list[_Shared]:
+    for entry in entries:
+        if any(size > 1 and not step for size, step in zip(entry.tensor.shape, entry.tensor.stride(), strict=True)):
+            raise ValueError(f"{entry.key} is expanded: several of its elements share memory, and cannot be loaded")
     rows = zip(shared_entries(entries, trainer), dealt(entries, trainer, ranks.world_size), strict=True)
     return [
         _Shared(entry, owner, torch.empty_like(entry.tensor, requires_grad=False) if owner == ranks.rank else None)
@@ -226,14 +231,13 @@ def _whole(path: Path, ranks: Ranks) -> tuple[Found, Contents]:
 def _check(
     found: Found,
     contents: Contents,
-    entries: Sequence[Entry],
+    problems: list[str],
     trainer: Any,
     groups: list[dict[str, Any]],
     *,
     strict: bool,
 ) -> set[str]:
-    """The parameters whose state is loaded; ValueError with all that does not fit."""
-    problems = list(_model_problems(contents, entries))
+    """The parameters whose state is loaded; ValueError with all that does not fit. `problems` are of the model."""
     known = set(contents.parameters)
     own = {} if trainer is None else dict(trainer.parameters)
     if trainer is not None:
@@ -254,6 +258,11 @@ def _model_problems(contents: Contents, entries: Sequence[Entry]) -> Iterator[st
     for key in contents.model:
         if key in own and contents.tensors[MODEL + key].shape != own[key]:
             yield f"{key} has shape {contents.tensors[MODEL + key].shape} in the checkpoint, and {own[key]} here"
+
+
+def _other_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    yield from _names("missing in the checkpoint", [key for key in own if key not in saved])
+    yield from _names("not in this model", [key for key in saved if key not in own])
 
 
 def _optimizer_problems(contents: Contents, own: Mapping[str, Any]) -> Iterator[str]:

@@ -146,7 +146,7 @@ def read_contents(folder: Path, manifest: Manifest) -> Contents:
     path = folder / CONTENTS
     with _damaged(path):
         contents = Contents.from_json(path.read_text())
-        for problem in contents_problems(contents, manifest):
+        for problem in contents_problems(contents, manifest.files):
             raise ValueError(problem)
     return contents
 
@@ -167,10 +167,10 @@ def _plain(name: str) -> str:
     return name
 
 
-def contents_problems(contents: Contents, manifest: Manifest) -> Iterator[str]:
+def contents_problems(contents: Contents, files: Mapping[str, WrittenFile]) -> Iterator[str]:
     """Whatever a reader would stumble over, or worse, take for values."""
     for key, tensor in contents.tensors.items():
-        yield from _tensor_problems(key, tensor, manifest)
+        yield from _tensor_problems(key, tensor, files)
     named = [f"model.{key}" for key in contents.model]
     named += [f"optim.state.{name}.{key}" for name, one in contents.parameters.items() for key in one.state]
     yield from (f"it has no tensor {key}" for key in named if key not in contents.tensors)
@@ -178,13 +178,13 @@ def contents_problems(contents: Contents, manifest: Manifest) -> Iterator[str]:
         yield f"{contents.world_size} ranks wrote it, and it has the extra of {len(contents.extra_of_ranks)}"
 
 
-def _tensor_problems(key: str, tensor: StoredTensor, manifest: Manifest) -> Iterator[str]:
+def _tensor_problems(key: str, tensor: StoredTensor, files: Mapping[str, WrittenFile]) -> Iterator[str]:
     stored = 0
     for chunk in tensor.chunks:
-        if chunk.file not in manifest.files:
+        if chunk.file not in files:
             yield f"{key} is said to be in {chunk.file!r}, which is no file of this checkpoint"
             return
-        if not 0 <= chunk.start <= chunk.start + chunk.length <= manifest.files[chunk.file].nbytes:
+        if not 0 <= chunk.start <= chunk.start + chunk.length <= files[chunk.file].nbytes:
             yield f"{key} is said to be in bytes of {chunk.file} that it has not"
         spans = zip_longest(chunk.offsets, chunk.sizes, tensor.shape, fillvalue=-1)
         if not all(0 <= offset <= offset + size <= most for offset, size, most in spans):

@@ -17,7 +17,14 @@ from torch import nn
 from shardstep.checkpoint.background import Saving, finish_last, stage, start
 from shardstep.checkpoint.contents import MODEL, Entry, Holding, model_entries, model_parts, unwrapped
 from shardstep.checkpoint.folder import Begun, begin, commit, next_sequence, partial_of, prune, write_durably
-from shardstep.checkpoint.manifest import Contents, Parameter, StoredTensor, WrittenFile, stored_tensor
+from shardstep.checkpoint.manifest import (
+    Contents,
+    Parameter,
+    StoredTensor,
+    WrittenFile,
+    contents_problems,
+    stored_tensor,
+)
 from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.sealing import seal
 from shardstep.checkpoint.storage import Part, join_chunks, metadata_bytes, write_parts
@@ -34,23 +41,23 @@ class Job:
     """What one rank has to write."""
 
     parts: list[Part]
-    held: Holding
+    state: Mapping[str, set[str]]
+    values: Mapping[str, str]  # of this moment: a list in the state may grow while a thread writes
     parameters: Mapping[str, ParamSpec]
     groups: str
     model: Sequence[Entry]
     extra: str
     own: str  # what is this rank's alone
-    digest: str  # of what must be the same on every rank
+    facts: Sequence[str]  # what must be the same on every rank
 
     def write(self, folder: Path, rank: int) -> None:
         """This rank's file, and a text that says what is in it."""
         tensors, files = write_parts(folder, rank, self.parts)
-        values = {name: encode(entry)[0] for name, entry in self.held.values.items()}
         text = {
             "tensors": {key: asdict(tensor) for key, tensor in tensors.items()},
             "files": {name: asdict(file) for name, file in files.items()},
-            "state": {name: sorted(keys) for name, keys in self.held.state.items()},
-            "values": values,
+            "state": {name: sorted(keys) for name, keys in self.state.items()},
+            "values": dict(self.values),
             "own": self.own,
         }
         write_durably(folder / _part_name(rank), json.dumps(text, separators=(",", ":")))
@@ -89,8 +96,8 @@ def save(
         job = _collect(unwrapped(model), optimizer, ranks, extra or {}, extra_of_rank or {})
     except Exception as error:
         failure = error
-    digest = "" if job is None else job.digest
-    ranks.agree("save", failure, f"path={target}", f"keep={keep}", f"asynchronous={asynchronous}", digest)
+    facts = [] if job is None else job.facts
+    ranks.agree("save", failure, f"path={target}", f"keep={keep}", f"asynchronous={asynchronous}", *facts)
     assert job is not None, "agreed"
     token = ranks.told(secrets.token_hex(4))
     begun, memory, failure = None, None, None
@@ -140,31 +147,38 @@ def _collect(model: nn.Module, optimizer: Any, ranks: Ranks, extra: Mapping[str,
     trainer: Any = None if optimizer is None else trainer_of(optimizer, model, ranks.rank, ranks.world_size)
     entries, others = model_entries(model)
     held = Holding() if trainer is None else trainer.hold()
-    _check_values(held)
     groups, among_groups = encode({"groups": [] if trainer is None else trainer.groups()})
     text, among_extra = encode({"extra": dict(extra), "model": others})
     own_text, among_own = encode(dict(own))
     parts = [*model_parts(entries, trainer, ranks.rank, ranks.world_size), *held.parts]
-    held.parts = []
     if ranks.rank == 0:
         parts += _numbered("optim.options", among_groups) + _numbered("extra", among_extra)
     parts += _numbered(f"extra_of_rank.{ranks.rank}", among_own)
+    facts = [*map(str, entries), _digest(groups, among_groups, extra), *([] if trainer is None else trainer.facts())]
+    parameters = {} if trainer is None else trainer.parameters
+    return Job(parts, held.state, _encoded(held.values), parameters, groups, entries, text, own_text, facts)
+
+
+def _digest(groups: str, among_groups: Sequence[torch.Tensor], extra: Mapping[str, Any]) -> str:
+    """What the model has beside tensors is the first rank's, as its buffers are."""
+    text, among_extra = encode(dict(extra))
     digest = hashlib.sha256(f"{groups}\n{text}".encode())
     for tensor in [*among_groups, *among_extra]:
         digest.update(tensor.cpu().view(torch.uint8).numpy().tobytes())
-    words = f"options and extra (what differs between ranks goes into extra_of_rank): {digest.hexdigest()[:16]}"
-    parameters = {} if trainer is None else trainer.parameters
-    return Job(parts, held, parameters, groups, entries, text, own_text, words)
+    return f"options and extra (what differs between ranks goes into extra_of_rank): {digest.hexdigest()[:16]}"
 
 
 def _numbered(prefix: str, tensors: Sequence[torch.Tensor]) -> list[Part]:
     return [Part(f"{prefix}.{number}", tuple(one.shape), (0,), one) for number, one in enumerate(tensors)]
 
 
-def _check_values(held: Holding) -> None:
-    for name, entry in held.values.items():
-        if encode(entry)[1]:
+def _encoded(values: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    found = {}
+    for name, entry in values.items():
+        found[name], tensors = encode(entry)
+        if tensors:
             raise TypeError(f"the state of {name} has tensors within lists or dicts, which cannot be saved")
+    return found
 
 
 def _part_name(rank: int) -> str:
@@ -206,6 +220,8 @@ def _finish(job: Job, place: Place, ranks: Ranks) -> None:
     }
     model = tuple(entry.key for entry in job.model)
     contents = Contents(ranks.world_size, parameters, job.groups, tensors, model, job.extra, own)
+    for problem in contents_problems(contents, files):  # now, when those that are there are still there
+        raise RuntimeError(f"what the ranks have written does not fit together: {problem}")
     seal(partial, contents, files, metadata_bytes(tensors), next_sequence(path.parent))
     commit(partial, path, place.token)
     if place.keep is not None:

@@ -39,6 +39,9 @@ class Several:
     def groups(self) -> list[dict[str, Any]]:
         return [group for one in self._trainers for group in one.groups()]
 
+    def facts(self) -> list[str]:
+        return [line for one in self._trainers for line in one.facts()]
+
     def weights(self, key: str, param: torch.Tensor) -> Iterator[Part]:
         for one in self._trainers:
             if param in one.names:

@@ -7,6 +7,7 @@ other, of which every rank holds all. Several of them are one (several.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from shardstep.checkpoint.contents import (
     Holding,
     Loading,
     Trainer,
+    model_entries,
     parts_of_range,
     parts_of_whole,
     state_key,
@@ -42,20 +44,28 @@ from shardstep.stepping.masters import MASTER, NARROW
 def trainer_of(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> Trainer:
     if isinstance(optimizer, list | tuple):
         return Several([trainer_of(one, model, rank, world_size) for one in optimizer])
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"an optimizer is expected, or a list of them, got {type(optimizer).__name__}")
+    names = _names_in(model, params_of(optimizer.param_groups))
     if isinstance(optimizer, ShardedOptimizer):
-        return FastLane(optimizer)
-    if isinstance(optimizer, Optimizer):
-        names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
-        unnamed = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
-        if unnamed:
-            raise ValueError(
-                f"the optimizer trains {len(unnamed)} parameters that are not in the model, the first of shape "
-                f"{tuple(unnamed[0].shape)}: a checkpoint needs their names. Give the whole model"
-            )
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
-            return DropIn(optimizer, names)
-        return Plain(optimizer, names, rank, world_size)
-    raise TypeError(f"an optimizer is expected, or a list of them, got {type(optimizer).__name__}")
+        return FastLane(optimizer, names)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        return DropIn(optimizer, names)
+    return Plain(optimizer, names, rank, world_size)
+
+
+def _names_in(model: nn.Module, params: list[torch.Tensor]) -> list[str]:
+    """What the model that is saved calls them; an optimizer may know them by another name, of a module inside it."""
+    known: dict[torch.Tensor, str] = {}
+    for entry in model_entries(model)[0]:
+        known.setdefault(entry.tensor, entry.key)
+    unknown = [param for param in params if param not in known]
+    if unknown:
+        raise ValueError(
+            f"the optimizer trains {len(unknown)} parameters that are not in the state_dict of this model, the first "
+            f"of shape {tuple(unknown[0].shape)}: nothing would keep their values. Give the whole model"
+        )
+    return [known[param] for param in params]
 
 
 def values_of(contents: Contents, name: str) -> dict[str, Any]:
@@ -65,18 +75,19 @@ def values_of(contents: Contents, name: str) -> dict[str, Any]:
 
 
 def weight_key(contents: Contents, name: str, dtype: torch.dtype) -> str:
-    """Under which a weight is stored; its master, if it was trained in 16 bits and here there is room for more."""
-    master = state_key(name, MASTER)
-    return master if dtype not in NARROW and master in contents.tensors else MODEL + name
+    """Under which a weight is stored; its master, if it was trained in 16 bits and is wanted in another dtype."""
+    master, weight = state_key(name, MASTER), MODEL + name
+    is_wanted = master in contents.tensors and dtype_of(contents.tensors[weight]) is not dtype
+    return master if is_wanted else weight
 
 
 class FastLane:
     """A ShardedOptimizer. Frozen parameters are the model's affair; their state is held by pieces as that of others."""
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
+    def __init__(self, optimizer: ShardedOptimizer, names: list[str]) -> None:
         self._optimizer, self._engine = optimizer, optimizer._engine
         self._params = params_of(optimizer.param_groups)
-        self._specs = self._engine.plan.params
+        self._specs = [replace(spec, name=name) for spec, name in zip(self._engine.plan.params, names, strict=True)]
         rows = zip(self._params, self._specs, strict=True)
         self.names: Mapping[torch.Tensor, str] = {param: spec.name for param, spec in rows if spec.trainable}
         self.has_average = self._engine.share.average is not None
@@ -94,6 +105,9 @@ class FastLane:
         names = [spec.name for spec in self._specs]
         return named_groups(optimizer.param_groups, names, class_names(optimizer._class, optimizer.param_groups))
 
+    def facts(self) -> list[str]:
+        return []  # each rank has another part
+
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def weights(self, key: str, param: torch.Tensor) -> Iterator[Part]:
@@ -105,13 +119,13 @@ class FastLane:
     def hold(self) -> Holding:
         held = Holding()
         entries = self._engine.share.entries()
-        first = {
-            piece.param for piece in entries if piece.start == 0
-        }  # its holder writes what is the same in every piece
+        first = {piece.param for piece in entries if piece.start == 0}  # who has that writes what all pieces have
         for place, entry in parts_by_place(entries, self._params).items():
             name = self._specs[place].name
             for key, value in entry.items():
                 if isinstance(value, PartOfTensor):
+                    if value.is_whole and place not in first:
+                        continue
                     held.state.setdefault(name, set()).add(key)
                     stored, shape = state_key(name, key), tuple(value.shape)
                     held.parts.extend(Part(stored, shape, offsets, block) for offsets, block in value.blocks())
@@ -203,10 +217,9 @@ class _Whole:
     names: Mapping[torch.Tensor, str] = {}  # of trained parameters no rank holds a part
     has_average = False
 
-    def __init__(self, optimizer: Any, names: Mapping[torch.Tensor, str]) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, names: list[str]) -> None:
+        self._optimizer, self._names = optimizer, names
         self._params = params_of(optimizer.param_groups)
-        self._names = [names[param] for param in self._params]
 
     def weights(self, key: str, param: torch.Tensor) -> Iterator[Part]:
         raise AssertionError("every rank has all weights")
@@ -275,9 +288,17 @@ def _by_place(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 class Plain(_Whole):
     """Any optimizer of which every rank holds all; the ranks take turns in writing."""
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[torch.Tensor, str], rank: int, world_size: int) -> None:
+    def __init__(self, optimizer: Optimizer, names: list[str], rank: int, world_size: int) -> None:
         super().__init__(optimizer, names)
         self._rank, self._world_size = rank, world_size
+
+    def facts(self) -> list[str]:
+        """All of it, as far as it can be seen without reading tensors: each rank writes a part of what it has."""
+        state = self._optimizer.state_dict()["state"]
+        return [
+            f"state of {name}: " + ", ".join(f"{key} {_brief(value)}" for key, value in state.get(place, {}).items())
+            for place, name in enumerate(self._names)
+        ]
 
     def groups(self) -> list[dict[str, Any]]:
         own = self._optimizer.param_groups
@@ -294,8 +315,15 @@ class Plain(_Whole):
         return self._load(contents, groups, names, lambda place: True)
 
 
+def _brief(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
 class DropIn(_Whole):
     """shardstep.ZeroRedundancyOptimizer: every parameter's state is on one rank."""
+
+    def facts(self) -> list[str]:
+        return []
 
     def groups(self) -> list[dict[str, Any]]:
         own = self._optimizer.param_groups

@@ -56,6 +56,10 @@ class PartOfTensor(torch.Tensor):
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
+    @property
+    def is_whole(self) -> bool:
+        return self.ranges == [(0, self.numel())]
+
     def of(self, start: int, stop: int) -> torch.Tensor:
         """Elements [start, stop), as they were given; ValueError if this part has not got them."""
         if (start, stop) not in self.ranges:

@@ -76,7 +76,7 @@ def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
 
 
 def _own(key: str, part: PartOfTensor, piece: Piece, param: torch.Tensor | None) -> torch.Tensor:
-    if part.ranges != [(0, part.numel())]:
+    if not part.is_whole:
         return part.of(piece.start, piece.stop)
     values = part.held[0]  # of a parameter that one rank holds, in whatever shape
     if param is None and values.dim() == 1 and key not in (MASTER, AVERAGE):
