@@ -26,9 +26,13 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def on_ranks(ranks: int, example: str, *arguments: str) -> str:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return run(*torchrun, f"examples/{example}", *arguments)
+
+
 def on_two_ranks(example: str) -> str:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return run(*torchrun, f"examples/{example}", "--smoke")
+    return on_ranks(2, example, "--smoke")
 
 
 def test_a_gan_trains_with_two_optimizers_and_loads_both():
@@ -50,3 +54,17 @@ def test_the_slurm_script_is_a_valid_shell_script():
         pytest.skip("there is no bash")
     run("/bin/bash", "-n", "examples/slurm.sbatch")
     assert "NOT RUN" in (ROOT / "examples" / "slurm.sbatch").read_text()
+
+
+@pytest.mark.parametrize("options", [[], ["--muon"], ["--bf16"]], ids=["AdamW", "Muon", "bf16"])
+def test_a_gpt_is_pretrained_and_goes_on_with_another_number_of_ranks(tmp_path, options):
+    folder = ["--folder", str(tmp_path / "run"), *options]
+    assert "step 8: loss" in on_ranks(2, "pretrain_gpt.py", "--smoke", "--steps", "8", *folder)
+    said = on_ranks(3, "pretrain_gpt.py", "--smoke", "--steps", "12", *folder)
+    assert "step 12: loss" in said
+    assert "step 8: loss" not in said, "it does not begin anew"
+
+
+@pytest.mark.parametrize("name", ["train_fast.py", "train_ddp.py"])
+def test_the_first_examples_run(name):
+    assert on_ranks(2, name)
