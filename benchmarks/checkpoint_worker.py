@@ -115,7 +115,7 @@ def measure(millions: int, rounds: int, folder: Path) -> dict[str, list[dict[str
 
 def forget() -> None:
     """Nothing of the one is left when the other is measured."""
-    background._last = None  # and with it the memory that the next asynchronous save would take again
+    background.forget_memory()  # that the next asynchronous save would take again
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     dist.barrier()

@@ -2,6 +2,9 @@
 
 The thread has a channel of its own to those of the other ranks (wire/hosts.py): the program's groups are in use. It is
 no daemon: a program that ends waits for it.
+
+[Note: saves of several groups] What became of a save is agreed on by the ranks that made it, so it is said at the next
+call of the same group: the ranks of another may be elsewhere. A call of another group only waits until it is written.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +35,11 @@ class _FailedElsewhereError(Exception):
 class Saving:
     """A checkpoint that is being written. Made on all ranks."""
 
-    def __init__(
-        self, ranks: Ranks, write: Callable[[Verdict], None], memory: torch.Tensor, hosts: Hosts | None
-    ) -> None:
-        self._ranks, self._write, self._hosts, self.memory = ranks, write, hosts, memory
+    def __init__(self, ranks: Ranks, write: Callable[[Verdict], None], hosts: Hosts | None) -> None:
+        self._ranks, self._hosts = ranks, hosts
         self._failure: Exception | None = None
         self._is_told = False
-        self._thread = threading.Thread(target=self._run, name="shardstep-save", daemon=False)
+        self._thread = threading.Thread(target=self._run, args=(write,), name="shardstep-save", daemon=False)
         self._thread.start()
 
     @property
@@ -47,14 +48,18 @@ class Saving:
 
     def wait(self) -> None:
         """Return when the checkpoint is there; raise on all ranks if one failed. Called on all ranks."""
-        self._thread.join()
+        self.join()
         if not self._is_told:
             self._is_told = True
             self._ranks.agree("the save before", self._failure)
 
-    def _run(self) -> None:
+    def join(self) -> None:
+        """Return when this rank writes no more. Says nothing of how it went."""
+        self._thread.join()
+
+    def _run(self, write: Callable[[Verdict], None]) -> None:
         try:
-            self._write(self._verdict)
+            write(self._verdict)
         except _FailedElsewhereError:
             pass  # that rank says why
         except Exception as error:
@@ -71,21 +76,39 @@ class Saving:
             raise _FailedElsewhereError
 
 
-_last: Saving | None = None
-_hosts: dict[int, tuple[Any, Hosts]] = {}  # by channel
-atexit.register(_hosts.clear)  # as in wire/hosts.py: Gloo's threads end while the interpreter still runs
+_memory: torch.Tensor | None = None  # of the save before, of any group: the next takes it again
+_last: dict[int, tuple[Any, Saving]] = {}  # by group, which is kept with it: an id may be given again
+_hosts: dict[int, tuple[Any, Hosts]] = {}  # by group
+for kept in (_last, _hosts):
+    atexit.register(kept.clear)  # as in wire/hosts.py: Gloo's threads end while the interpreter still runs
 
 
-def finish_last() -> None:
-    """Wait for the save before, and raise if it failed; on all ranks."""
-    if _last is not None:
-        _last.wait()
+def finish_last(ranks: Ranks) -> None:
+    """Wait for the saves before, and raise on all of these ranks if theirs failed. [Note: saves of several groups]"""
+    for _, saving in _last.values():
+        saving.join()
+    _, own = _last.pop(id(_group_of(ranks)), (None, None))
+    if own is not None:
+        own.wait()
 
 
 def start(ranks: Ranks, write: Callable[[Verdict], None], memory: torch.Tensor) -> Saving:
-    global _last
-    _last = Saving(ranks, write, memory, _hosts_of(ranks))
-    return _last
+    global _memory
+    _memory = memory
+    group = _group_of(ranks)
+    saving = Saving(ranks, write, _hosts_of(ranks))
+    _last[id(group)] = (group, saving)
+    return saving
+
+
+def forget_memory() -> None:
+    """The next save takes memory of its own."""
+    global _memory
+    _memory = None
+
+
+def _group_of(ranks: Ranks) -> Any:
+    return None if ranks.channel is None else ranks.channel.group
 
 
 def _hosts_of(ranks: Ranks) -> Hosts | None:
@@ -101,16 +124,21 @@ def stage(parts: Sequence[Part]) -> tuple[list[Part], torch.Tensor]:
     """The same parts, copied to the host; and their memory, which the next save takes again if it has the size."""
     sizes = [-(-part.values.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
     pinned = any(part.values.is_cuda for part in parts)
-    memory = _last.memory if _last is not None and _last.is_done else None
+    memory = _memory if all(saving.is_done for _, saving in _last.values()) else None
     if memory is None or memory.numel() != sum(sizes) or memory.is_pinned() != pinned:
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=pinned)
     staged, place = [], 0
     for part, size in zip(parts, sizes, strict=True):
         values = part.values.detach()
         home = memory[place : place + values.nbytes].view(values.dtype).view(values.shape)
-        home.copy_(values, non_blocking=True)
+        home.copy_(values, non_blocking=values.is_cuda)  # only of CUDA's devices is the end waited for
         staged.append(replace(part, values=home))
         place += size
-    if pinned:
-        torch.cuda.synchronize()
+    _synchronize(part.values.device for part in parts)
     return staged, memory
+
+
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    """Of every one: a model may lie on several, and the current one may be none of them."""
+    for device in {one for one in devices if one.type == "cuda"}:
+        torch.cuda.synchronize(device)

@@ -126,6 +126,11 @@ def model_entries(model: nn.Module) -> tuple[list[Entry], dict[str, Any]]:
         if id(value) not in own:
             others[key] = value
             continue
+        if value.layout is not torch.strided:
+            raise TypeError(
+                f"{key} has layout {value.layout}: checkpoints have dense tensors; register it as a buffer "
+                "with persistent=False, or keep it dense"
+            )
         mark = (value.data_ptr(), value.dtype, value.shape, value.stride()) if value.numel() else (id(value),)
         found.append(Entry(key, value, seen.get(mark)))
         seen.setdefault(mark, key)

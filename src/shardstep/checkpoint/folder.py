@@ -29,7 +29,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardstep.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from shardstep.checkpoint.manifest import Manifest, is_ours, read_manifest
+
+MISSING = (FileNotFoundError, NotADirectoryError)  # other errors of files, a mount that is gone, may pass
 
 _BLOCK = 1 << 22
 _LEFT_SECONDS = 3600
@@ -43,6 +45,12 @@ class Found:
 
     path: Path
     manifest: Manifest
+
+
+def absolute(path: str | Path) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"the path of a checkpoint is a text or a Path, the same on every rank, and not {path!r}")
+    return Path(path).absolute()
 
 
 def partial_of(path: Path, token: str) -> Path:
@@ -87,16 +95,20 @@ class Begun:
 def begin(path: Path, token: str) -> Begun:
     """A folder to write to. What those who were killed left beside it is removed."""
     make_folder(path.parent)
-    if path.exists() and not is_checkpoint(path) and any(path.iterdir()):
-        raise ValueError(
-            f"{path} is a folder of something else: give a checkpoint a name of its own, {path / 'step-1'}"
-        )
+    _check_replaceable(path)
     lock = _locked(path.parent)  # or another job, which begins just now, might sweep before we hold our own
     try:
         _sweep(path.parent)
         return Begun(path, token)
     finally:
         os.close(lock)
+
+
+def _check_replaceable(path: Path) -> None:
+    if path.exists() and not is_checkpoint(path) and any(path.iterdir()):
+        raise ValueError(
+            f"{path} is a folder of something else: give a checkpoint a name of its own, {path / 'step-1'}"
+        )
 
 
 def _locked(folder: Path) -> int:
@@ -123,7 +135,7 @@ def _sweep(folder: Path) -> None:
         if is_checkpoint(name):
             remove(left, name)
     for left, _ in _ours(folder, _REMOVED):
-        shutil.rmtree(left, ignore_errors=True)
+        _delete(left)
 
 
 def _is_being_written(partial: Path) -> bool:
@@ -150,6 +162,7 @@ def _was_written_lately(partial: Path) -> bool:
 def commit(partial: Path, path: Path, token: str) -> None:
     """Everything is written: give it its name."""
     sync_folder(partial)
+    _check_replaceable(path)  # again: writing takes a while
     aside = _named(path, _ASIDE, token)
     if path.exists():
         path.rename(aside)
@@ -200,18 +213,33 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
+    """Written by us, whole or damaged. OSError if it has a manifest that cannot be read."""
+    try:
+        return is_ours(path)
+    except (*MISSING, IsADirectoryError):
+        return False
 
 
 def checkpoints_in(folder: Path) -> tuple[list[Found], list[str]]:
-    """The newest first; and what is wrong with folders whose manifest cannot be read."""
-    found, problems = [], []
-    for path in _candidates(folder):
+    """The newest first; and what is wrong with those whose manifest is damaged. OSError if one cannot be read."""
+    found, errors = _listed(folder)
+    for error in errors:
+        if isinstance(error, OSError) and not isinstance(error, MISSING):
+            raise error
+    return found, [str(error) for error in errors]
+
+
+def _listed(folder: Path) -> tuple[list[Found], list[Exception]]:
+    """The newest first; and the errors of the others."""
+    found: list[Found] = []
+    errors: list[Exception] = []
+    for path in sorted(folder.iterdir()):
         try:
-            found.append(Found(path, read_manifest(path)))
+            if _is_candidate(path):
+                found.append(Found(path, read_manifest(path)))
         except (ValueError, OSError) as error:
-            problems.append(str(error))
-    return _newest_first(found), problems
+            errors.append(error)
+    return _newest_first(found), errors
 
 
 def _newest_first(found: list[Found]) -> list[Found]:
@@ -219,13 +247,12 @@ def _newest_first(found: list[Found]) -> list[Found]:
     return sorted(found, key=lambda one: (one.manifest.sequence, one.manifest.saved), reverse=True)
 
 
-def _candidates(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if not is_checkpoint(path):
-            continue
-        ours = _OURS.fullmatch(path.name)
-        if ours is None or (ours["use"] == _ASIDE and not is_checkpoint(folder / ours["name"])):
-            yield path
+def _is_candidate(path: Path) -> bool:
+    """A link is none: with the checkpoint it leads to, that would count twice, and might be pruned in its place."""
+    if path.is_symlink() or not is_checkpoint(path):
+        return False
+    ours = _OURS.fullmatch(path.name)
+    return ours is None or (ours["use"] == _ASIDE and not is_checkpoint(path.parent / ours["name"]))
 
 
 def find(path: Path) -> tuple[list[Found], list[str]]:
@@ -241,14 +268,21 @@ def find(path: Path) -> tuple[list[Found], list[str]]:
 
 
 def next_sequence(folder: Path) -> int:
-    return 1 + max((one.manifest.sequence for one in checkpoints_in(folder)[0]), default=0)
+    return 1 + max((one.manifest.sequence for one in _listed(folder)[0]), default=0)
 
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep`. What cannot be removed stays, and what is damaged counts for nothing."""
-    whole = [one for one in checkpoints_in(folder)[0] if not any(size_problems(one))]
+    whole = [one for one in _listed(folder)[0] if _has_its_files(one)]
     for old in whole[keep:]:
         remove(old.path, old.path)
+
+
+def _has_its_files(found: Found) -> bool:
+    try:
+        return not any(size_problems(found))
+    except OSError:
+        return False
 
 
 def remove(checkpoint: Path, name: Path) -> None:
@@ -256,6 +290,13 @@ def remove(checkpoint: Path, name: Path) -> None:
     doomed = _named(name, _REMOVED, secrets.token_hex(4))
     with contextlib.suppress(OSError):
         checkpoint.rename(doomed)
+        _delete(doomed)
+
+
+def _delete(doomed: Path) -> None:
+    if doomed.is_symlink():  # one that had the name of a checkpoint: what it leads to stays
+        doomed.unlink(missing_ok=True)
+    else:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
@@ -263,12 +304,12 @@ def remove(checkpoint: Path, name: Path) -> None:
 
 
 def size_problems(found: Found) -> Iterator[str]:
-    """Of files that are missing or have another size than they were written with."""
+    """Of files that are missing or have another size than they were written with. OSError if that cannot be told."""
     for name, written in found.manifest.files.items():
         path = found.path / name
         try:
             size = path.stat().st_size
-        except OSError:
+        except MISSING:
             yield f"{path} is missing"
             continue
         if size != written.nbytes:

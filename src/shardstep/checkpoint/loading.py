@@ -23,11 +23,11 @@ from shardstep.checkpoint.contents import (
     unwrapped,
     wish_for_whole,
 )
-from shardstep.checkpoint.folder import Found, checksum_problems, find, size_problems
+from shardstep.checkpoint.folder import MISSING, Found, absolute, checksum_problems, find, size_problems
 from shardstep.checkpoint.manifest import CONTENTS, METADATA, Contents, read_contents, read_manifest
 from shardstep.checkpoint.options import group_problems, warn_of_options
 from shardstep.checkpoint.ranks import Ranks
-from shardstep.checkpoint.storage import DamagedError, Wish, read_wishes
+from shardstep.checkpoint.storage import DamagedError, Wish, is_of_contents, read_wishes
 from shardstep.checkpoint.together import ranks_of
 from shardstep.checkpoint.trainers import trainer_of, weight_key
 from shardstep.state.wire_format import Reader
@@ -53,9 +53,9 @@ def load(path: str | Path, model: nn.Module, optimizer: Any = None, *, strict: b
 
     Every file's checksum is compared first. In a folder a damaged checkpoint is passed over, with a warning.
     """
-    finish_last()
     ranks, bare = ranks_of(optimizer, model), unwrapped(model)
-    candidates = _candidates(Path(path).absolute(), ranks)
+    finish_last(ranks)
+    candidates = _candidates(path, ranks)
     for name in candidates[:-1]:
         try:
             return _load(Path(name), bare, optimizer, ranks, strict=strict)
@@ -166,12 +166,17 @@ def _commit(ranks: Ranks, shared: Sequence[_Shared], loading: Loading) -> None:
 # -- which one ---------------------------------------------------------------------------------------------------------
 
 
-def _candidates(path: Path, ranks: Ranks) -> list[str]:
+def _candidates(path: str | Path, ranks: Ranks) -> list[str]:
     """What `path` may mean, the newest first; the same on every rank, as are the warnings."""
-    text, failure = "", None
+    wanted, text, failure = Path(), "", None
+    try:
+        wanted = absolute(path)
+    except Exception as error:
+        failure = error
+    ranks.agree("load", failure, f"path={wanted}")  # before the first rank looks: it would speak of another place
     try:
         if ranks.rank == 0:
-            text = json.dumps(_found_at(path))
+            text = json.dumps(_found_at(wanted))
     except Exception as error:
         failure = error
     ranks.agree("load", failure)
@@ -216,7 +221,7 @@ def _whole(path: Path, ranks: Ranks) -> tuple[Found, Contents]:
         if problems:
             raise DamagedError("; ".join(problems))
         whole = (found, read_contents(path, found.manifest))
-    except (ValueError, OSError) as error:
+    except (ValueError, *MISSING) as error:
         failure = DamagedError(str(error))
     except Exception as error:
         failure = error
@@ -300,6 +305,8 @@ def _read_text(found: Found, contents: Contents, text: str, prefix: str, *names:
         if not isinstance(reader.state, dict) or not all(name in reader.state for name in names):
             raise ValueError(f"no dict of {', '.join(names) or 'values'}")
     except Exception as error:
+        if not is_of_contents(error):
+            raise
         raise DamagedError(f"{found.path / CONTENTS} is damaged ({prefix}: {error})") from error
     wishes = [Wish(f"{prefix}.{number}", (0,), target) for number, target in enumerate(reader.landing)]
     read_wishes(found.path, contents.tensors, wishes)

@@ -119,6 +119,27 @@ class Manifest:
         return json.dumps({"crc32": zlib.crc32(text.encode()), "manifest": text}, indent=1)
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether its manifest is one of `save`'s, damaged or not: other programs have a manifest.json too. OSError if
+    there is none, or it cannot be read."""
+    payload = (folder / MANIFEST).read_bytes()
+    if FORMAT.encode() in payload:
+        return True
+    beside = (folder / CONTENTS).is_file() and (folder / METADATA).is_file()
+    return beside and not _says_something_else(payload)
+
+
+def _says_something_else(payload: bytes) -> bool:
+    """An intact manifest of another kind. One of ours that was damaged is no JSON any more, or has another checksum."""
+    try:
+        outer = json.loads(payload)
+        return bool(zlib.crc32(outer["manifest"].encode()) == outer["crc32"])
+    except (KeyError, TypeError, AttributeError):
+        return True
+    except (ValueError, RecursionError):
+        return False
+
+
 def read_manifest(folder: Path) -> Manifest:
     """ValueError that names the file, if it is damaged or of a later version."""
     path = folder / MANIFEST
@@ -128,6 +149,8 @@ def read_manifest(folder: Path) -> Manifest:
         if zlib.crc32(text.encode()) != outer["crc32"]:
             raise ValueError("its checksum is not that of its text")
         raw = json.loads(text)
+        if raw["format"] != FORMAT:
+            raise ValueError(f"its format is {raw['format']!r} and not {FORMAT!r}")
         version = int(raw["version"])
     if version != VERSION:
         raise ValueError(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -34,44 +35,77 @@ def named_groups(
 
 def group_problems(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], known: set[str]) -> list[str]:
     """Why saved groups cannot be those of `own`. Parameters that are not `known` to the checkpoint do not count."""
-    problems = []
+    problems, home = [], _home(saved)
     for number, group in enumerate(own):
-        theirs = _group_for(group["params"], saved)
+        theirs = _group_for(group["params"], home)
         if theirs is None:
             continue
         if theirs["class"] and theirs["class"] != group["class"]:  # a converted one may not know
             problems.append(f"group {number} was trained by {theirs['class']}, and is trained by {group['class']} here")
-        apart = [name for name in group["params"] if name in known and name not in theirs["params"]]
+        apart = [name for name in group["params"] if name in known and home.get(name) is not theirs]
         if apart:
             problems.append(
                 f"{apart[0]} and {group['params'][0]} are in one group here, and were not when it was saved"
             )
-    return problems
+    return [*problems, *_split_problems(home, own)]
 
 
-def _group_for(names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    return next((group for name in names for group in saved if name in group["params"]), None)
+def _split_problems(home: _Home, own: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of groups that were one: if their options are not the same here, they would be after loading."""
+    first: dict[int, Mapping[str, Any]] = {}
+    for group in own:
+        theirs = _group_for(group["params"], home)
+        if theirs is None:
+            continue
+        other = first.setdefault(id(theirs), group)
+        keys = sorted(other["options"].keys() | group["options"].keys())
+        for key in keys:
+            one, two = other["options"].get(key), group["options"].get(key)
+            if not _is_same(one, two):
+                yield (
+                    f"{other['params'][0]} and {group['params'][0]} were in one group when it was saved, and here they "
+                    f"are in two with different {key} ({one!r} and {two!r}): loaded, both have "
+                    f"{theirs['options'].get(key)!r}"
+                )
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
+        return both and one.shape == two.shape and bool((one.cpu() == two.cpu()).all())
+    return bool(one == two)
+
+
+_Home: TypeAlias = Mapping[str, Mapping[str, Any]]  # of each parameter, the group in which it was saved
+
+
+def _home(saved: Sequence[Mapping[str, Any]]) -> _Home:
+    return {name: group for group in reversed(saved) for name in group["params"]}
+
+
+def _group_for(names: Sequence[str], home: _Home) -> Mapping[str, Any] | None:
+    return next((home[name] for name in names if name in home), None)
 
 
 def take_options(saved: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Options as they were saved. A tensor stays the one that it was: a scheduler, or a graph, may hold it."""
-    left = iter(names)
+    left, home = iter(names), _home(saved)
     for group in groups:
-        theirs = _group_for([next(left) for _ in group["params"]], saved)
+        theirs = _group_for([next(left) for _ in group["params"]], home)
         for key, value in (theirs["options"] if theirs else {}).items():
             own = group.get(key)
             if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
                 with torch.no_grad():
                     own.copy_(value)
             else:
-                group[key] = value
+                group[key] = copy.deepcopy(value)  # two groups may have been one: neither changes the other's
 
 
 def warn_of_options(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
     """One warning of all options that are here and were not saved, or were saved and are not here."""
-    new, gone = set(), set()
+    new, gone, home = set(), set(), _home(saved)
     for group in own:
-        theirs = _group_for(group["params"], saved)
+        theirs = _group_for(group["params"], home)
         if theirs is not None:
             new |= group["options"].keys() - theirs["options"].keys()
             gone |= theirs["options"].keys() - group["options"].keys()

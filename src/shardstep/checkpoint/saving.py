@@ -16,7 +16,7 @@ from torch import nn
 
 from shardstep.checkpoint.background import Saving, finish_last, stage, start
 from shardstep.checkpoint.contents import MODEL, Entry, Holding, model_entries, model_parts, unwrapped
-from shardstep.checkpoint.folder import Begun, begin, commit, next_sequence, partial_of, prune, write_durably
+from shardstep.checkpoint.folder import Begun, absolute, begin, commit, next_sequence, partial_of, prune, write_durably
 from shardstep.checkpoint.manifest import (
     Contents,
     Parameter,
@@ -87,10 +87,11 @@ def save(
     If a rank fails, all raise, and what was there before is there still. Anything readable at `path` is replaced only
     by a complete checkpoint.
     """
-    finish_last()
-    target, ranks = Path(path).absolute(), ranks_of(optimizer, model)
-    job, failure = None, None
+    ranks = ranks_of(optimizer, model)
+    finish_last(ranks)
+    target, job, failure = Path(), None, None
     try:
+        target = absolute(path)
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep must be a number of checkpoints, at least 1, got {keep!r}")
         job = _collect(unwrapped(model), optimizer, ranks, extra or {}, extra_of_rank or {})

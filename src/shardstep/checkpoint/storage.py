@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardstep.checkpoint.folder import naming
+from shardstep.checkpoint.folder import MISSING, naming
 from shardstep.checkpoint.manifest import CONTENTS, Chunk, StoredTensor, WrittenFile
 from shardstep.wire.agreement import travels
 
@@ -206,7 +206,20 @@ def read_wishes(folder: Path, tensors: Mapping[str, StoredTensor], wishes: Itera
                 "it is read; none was run"
             ) from error
         except Exception as error:
+            has_size = not isinstance(error, AssertionError)  # or the block is not as large as the contents say
+            if has_size and (planner.is_placing or not is_of_contents(error)):
+                raise
             raise DamagedError(f"{folder / name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def is_of_contents(error: Exception) -> bool:
+    """Whether what a file holds, or that it is missing, is the cause; and not this machine: then every other
+    checkpoint would fail too, and an older one that does not is the wrong one."""
+    if isinstance(error, OSError):
+        return isinstance(error, MISSING)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return False
+    return "DefaultCPUAllocator" not in str(error)  # torch says it by a RuntimeError, as it does of a damaged file
 
 
 class _Targets(DefaultLoadPlanner):
@@ -216,6 +229,7 @@ class _Targets(DefaultLoadPlanner):
         super().__init__()
         self._targets: dict[MetadataIndex, torch.Tensor] = {}
         self._count = 0
+        self.is_placing = False  # a block was read, and is on its way to its target: no fault of the file's
 
     def items_for(self, wish: Wish, stored: TensorStorageMetadata) -> list[ReadItem]:
         """Every wish under a name of its own: two may ask for the same block."""
@@ -238,12 +252,14 @@ class _Targets(DefaultLoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         target = self._targets[read_item.dest_index].detach()
+        self.is_placing = True
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """It was copied where it belongs."""
+        self.is_placing = False
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise TypeError(f"{read_item.storage_index.fqn} is a pickled object, which is never read")

@@ -29,9 +29,13 @@ def _to_json(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
         return _tensor_to_json(value, tensors, path)
     if value is None or type(value) in _PLAIN:
         return value
-    for plain in (bool, int, float, str):  # NumPy's float64 is a float, and an enumeration may be an int
-        if isinstance(value, plain):
-            return plain(value)
+    # NumPy's float64 is a float, and an enumeration may be an int or a str, whose own str() is "Mode.A".
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, complex):
         return ["c", [value.real, value.imag]]
     if isinstance(value, list | tuple):
