@@ -43,7 +43,7 @@ class Masters(Slot):
         self._versions = self._look()
         self._to_compare: set[int] = set()  # buckets whose parameters may be something else than the masters
 
-    def filled(self, bucket: int) -> None:
+    def filled(self, bucket: int, piece: Piece) -> None:
         """They count if the weights are theirs, which may be loaded later."""
         self._to_compare.add(bucket)
 
