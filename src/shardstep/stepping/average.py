@@ -84,7 +84,7 @@ class Average(Slot):
     def swap_in(self) -> None:
         """This rank's parameters become the average."""
         if self._masters is not None:
-            self._masters.follow()  # now: what they would follow later is the average
+            self._masters.follow_writes()  # now: what they would follow later is the average
         self.begin()
         self._before = [bucket.own.clone() for bucket in self._memory.buckets]
         for number, bucket in enumerate(self._memory.buckets):

@@ -313,7 +313,7 @@ class LocalShare:
         Masters are those of the weights as they are now: a program may have written to them since the last step.
         """
         if self.masters is not None and not (self.average is not None and self.average.is_shown):
-            self.masters.follow()
+            self.masters.follow_writes()
         live = {
             piece: cut_from_run(entry, run, offset, piece.numel)
             for run, tensor in _pairs(self.runs, self._tensors)
