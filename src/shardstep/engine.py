@@ -29,6 +29,7 @@ from shardstep.state.audit import Audit
 from shardstep.state.handing_over import hand_over
 from shardstep.state.saved_state import SavedState
 from shardstep.step_in_backward import HALF_STEPPED, REASON
+from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import check_shapes
 from shardstep.stepping.scaling import Scaling
 from shardstep.wire.agreement import Agreement, Claim, Facts, agree
@@ -282,6 +283,12 @@ class Engine(Planned):
             self._give_all("the end of ema()", average.swap_out)
             if self._in_backward is not None:
                 self._in_backward.paused = False
+
+    def take_state(self, groups: ParamGroups, entries: dict[Piece, Entry]) -> None:
+        self.check_not_joined("load")
+        self.synchronize()
+        super().take_state(groups, entries)
+        self.saved.loaded()
 
     def take_weights(self, weights: Mapping[Piece, torch.Tensor]) -> None:
         """This rank's pieces become these values, and all ranks get them. On all ranks."""

@@ -184,10 +184,21 @@ class Planned:
         self.take_state(groups, reshard(self.channel, plan, self.plan, entries))
 
     def take_state(self, groups: ParamGroups, entries: dict[Piece, Entry]) -> None:
-        """State of this rank's pieces under the plan that is; `entries` is emptied, so that nothing is held twice."""
+        """State of this rank's pieces under the plan that is; `entries` is emptied, so that nothing is held twice.
+
+        `groups` are as they will be. Taken on all ranks, or on none: a class may refuse what is loaded.
+        """
+        made, failure = None, None
+        try:
+            self._memory.adopt()
+            made = self.share.prepare(groups, entries)
+        except Exception as error:
+            failure = error
+        agree(self.channel, Claim("load", failure, Facts()))
+        assert made is not None, "agreed"
         if self._in_backward is not None:
             self._in_backward.stepped.clear()  # what a pass that failed had stepped, what is loaded replaces
-        self.share.build(groups, entries)
+        self.share.take(made, groups)
 
     # -- what it takes ------------------------------------------------------------------------------------------------
 

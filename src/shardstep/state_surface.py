@@ -18,7 +18,7 @@ from shardstep.state.parts import PartOfState, assemble, joined, parts_by_place
 from shardstep.state.reading import read_saved
 from shardstep.state.state_dict import ShownState, pack_groups, shown_state
 from shardstep.stepping.entries import Entry
-from shardstep.stepping.local_optimizer import build, copy_options, without_params
+from shardstep.stepping.local_optimizer import apart, build, load_options, without_params
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import Channel
 
@@ -103,7 +103,7 @@ class StateSurface(Optimizer):
         self._engine.synchronize()
         failure, plan = None, self._engine.plan
         entries: dict[Piece, Entry] = {}
-        before = [{**group} for group in self.param_groups]
+        loaded = apart(self.param_groups)  # this optimizer's own stay as they are until nobody can refuse
         try:
             state_dict = dict(state_dict)  # hooks may change it, and the caller's stays as it is
             for first in self._optimizer_load_state_dict_pre_hooks.values():
@@ -111,16 +111,13 @@ class StateSurface(Optimizer):
             trial = build(self._class, without_params(self.param_groups), self._defaults, {})
             rank = self._channel.rank
             state_dict, plan, entries = read_saved(state_dict, self.param_groups, self._layouts, plan, rank, trial)
-            copy_options(state_dict["param_groups"], self.param_groups)
+            load_options(state_dict["param_groups"], loaded)
+            build(self._class, without_params(loaded), self._defaults, {})  # refuses before anything is sent
         except Exception as error:
             failure = error
-        try:
-            agree(self._channel, Claim("load_state_dict", failure, Facts([plan.digest()])))
-        except Exception:
-            copy_options(before, self.param_groups)
-            raise
-        self._engine.load(self.param_groups, plan, copy.deepcopy(entries))
-        self._engine.saved.loaded()
+        agree(self._channel, Claim("load_state_dict", failure, Facts([plan.digest()])))
+        self._engine.load(loaded, plan, copy.deepcopy(entries))
+        load_options(state_dict["param_groups"], self.param_groups)
         for last in self._optimizer_load_state_dict_post_hooks.values():
             last(self)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,23 +77,28 @@ def _load(path: Path, model: nn.Module, optimizer: Any, ranks: Ranks, *, strict:
     facts = [] if read is None else [str(one.entry) for one in read.shared]  # each is given by one rank to all
     ranks.agree("load", failure, f"path={found.path}", f"strict={strict}", *facts)
     assert read is not None, "agreed"
-    _take_others(model, read.others, ranks)
-    _commit(ranks, read.shared, read.loading)
+    with _take_others(model, read.others, ranks):
+        _commit(ranks, read.shared, read.loading)
     return read.extra
 
 
-def _take_others(model: nn.Module, others: Mapping[str, Any], ranks: Ranks) -> None:
-    """What is no tensor goes to code of the model's own, which may refuse it: first, so that it can be taken back."""
+@contextmanager
+def _take_others(model: nn.Module, others: Mapping[str, Any], ranks: Ranks) -> Iterator[None]:
+    """What is no tensor goes to code of the model's own, which may refuse it: first, and taken back if the rest of the
+    load fails inside."""
     if not others:
+        yield
         return
-    _, before = model_entries(model)
+    before: dict[str, Any] = {}
     failure: Exception | None = None
     try:
+        before = copy.deepcopy(model_entries(model)[1])  # a module may go on writing to what it has shown
         model.load_state_dict(dict(others), strict=False)
     except Exception as error:
         failure = error
     try:
         ranks.agree("load", failure)
+        yield
     except Exception:
         model.load_state_dict(before, strict=False)
         raise

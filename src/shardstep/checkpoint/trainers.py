@@ -38,6 +38,7 @@ from shardstep.sharded_optimizer import ShardedOptimizer
 from shardstep.state.parts import PartOfTensor, parts_by_place
 from shardstep.state.wire_format import Reader
 from shardstep.stepping.average import AVERAGE
+from shardstep.stepping.local_optimizer import apart
 from shardstep.stepping.masters import MASTER, NARROW
 
 
@@ -158,13 +159,15 @@ class FastLane:
 
         def commit() -> None:
             engine, own = self._engine, self._optimizer.param_groups
-            take_options(groups, own, [spec.name for spec in self._specs])
-            engine.take_weights(weights)
-            weights.clear()
+            names, loaded = [spec.name for spec in self._specs], apart(own)
+            take_options(groups, loaded, names)
             taken = {**kept, **{piece: entry for piece, entry in entries.items() if entry}}
             for held in (kept, entries, loading.wishes):  # or it would be in memory twice, when it is joined into runs
                 held.clear()
-            engine.take_state(own, taken)
+            engine.take_state(loaded, taken)  # first, and by all ranks or none: the class may refuse it
+            take_options(groups, own, names)
+            engine.take_weights(weights)
+            weights.clear()
 
         loading.commit = commit
         return loading

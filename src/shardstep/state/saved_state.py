@@ -28,7 +28,7 @@ class SavedState:
     def loaded(self, *, empty: bool = False) -> None:
         """`empty`: of a state_dict without state, so that again no rank has any."""
         self.is_new = empty
-        self.lose("was consolidated before load_state_dict")
+        self.lose("was consolidated before a state was loaded")
 
     def stepped(self, what: str) -> None:
         self.is_new = False

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from shardstep.memory.flat import FlatMemory
+from shardstep.planning import Piece
+from shardstep.stepping.entries import Entry
 from shardstep.stepping.masters import Masters
 from shardstep.stepping.scaling import Scaling
 from shardstep.stepping.slots import Slot
@@ -28,17 +30,39 @@ class Average(Slot):
             for number, bucket in enumerate(memory.buckets)
         }
         super().__init__(memory, AVERAGE, wide)
-        self._unbegun = set(wide)
+        self._unbegun = {piece for bucket in memory.buckets for piece, _ in bucket.placed}
 
-    def filled(self, bucket: int) -> None:
-        self._unbegun.discard(bucket)
+    @property
+    def is_shown(self) -> bool:
+        """Whether the parameters are the average."""
+        return bool(self._before)
 
-    @torch.no_grad()
+    def filled(self, bucket: int, piece: Piece) -> None:
+        self._unbegun.discard(piece)
+
+    def missed(self, piece: Piece) -> None:
+        """What it was the average of is replaced by what is loaded."""
+        self._unbegun.add(piece)
+
     def begin(self) -> None:
         """Before a step. The first of all begins with the weights as they are then: they may have been loaded."""
-        for number in self._unbegun:
-            self.values[number].copy_(self._now(number))
+        self._catch_up()
         self._unbegun.clear()
+
+    @torch.no_grad()
+    def _catch_up(self) -> None:
+        """What has not begun is the weights."""
+        if not self._unbegun:
+            return
+        for number, values in self.values.items():
+            now = self._now(number)
+            for piece, offset in self._memory.buckets[number].placed:
+                if piece in self._unbegun:
+                    values[offset : offset + piece.numel].copy_(now[offset : offset + piece.numel])
+
+    def put_into(self, entries: dict[Piece, Entry]) -> None:
+        self._catch_up()
+        super().put_into(entries)
 
     @torch.no_grad()
     def follow(self, buckets: Iterable[int], scaling: Scaling | None = None) -> None:
@@ -59,6 +83,8 @@ class Average(Slot):
     @torch.no_grad()
     def swap_in(self) -> None:
         """This rank's parameters become the average."""
+        if self._masters is not None:
+            self._masters.follow_writes()  # now: what they would follow later is the average
         self.begin()
         self._before = [bucket.own.clone() for bucket in self._memory.buckets]
         for number, bucket in enumerate(self._memory.buckets):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -176,6 +177,31 @@ def copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str,
     """Copy everything in the groups but the parameters: learning rates that a scheduler set, keys that a step added."""
     for theirs, ours in zip(source, target, strict=True):
         ours.update({key: value for key, value in theirs.items() if key not in _NO_OPTIONS})
+
+
+def load_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
+    """Everything in the groups but the parameters, as copies: what was loaded stays the caller's.
+
+    A tensor stays the one that it was, if it can: a scheduler, or a graph, may hold it.
+    """
+    for theirs, ours in zip(source, target, strict=True):
+        for key, value in theirs.items():
+            own = ours.get(key)
+            if key in _NO_OPTIONS:
+                continue
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
+                with torch.no_grad():
+                    own.copy_(value)
+            else:
+                ours[key] = copy.deepcopy(value)
+
+
+def apart(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same groups, with options that can be loaded into while the optimizer keeps its own."""
+    return [
+        {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        for group in groups
+    ]
 
 
 class WatchedClosure:

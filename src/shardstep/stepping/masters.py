@@ -41,11 +41,17 @@ class Masters(Slot):
                 self._buckets_of.setdefault(segment.param, []).append(number)
         self._params = [memory.params[index] for index in self._buckets_of]
         self._versions = self._look()
-        self._to_compare: set[int] = set()  # buckets whose parameters may be something else than the masters
+        self._to_compare: set[int] = set()  # buckets whose parameters may have been written to
+        self._loaded: set[int] = set()  # buckets whose masters were, and whose weights may be loaded later
 
-    def filled(self, bucket: int) -> None:
+    def fill(self, own: Mapping[Piece, torch.Tensor]) -> None:
+        self.follow_writes()  # those from before count for what is not loaded
+        super().fill(own)
+
+    def filled(self, bucket: int, piece: Piece) -> None:
         """They count if the weights are theirs, which may be loaded later."""
-        self._to_compare.add(bucket)
+        self._to_compare.discard(bucket)
+        self._loaded.add(bucket)
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -55,9 +61,16 @@ class Masters(Slot):
             if other is param:
                 self._to_compare.update(self._buckets_of[index])
 
-    @torch.no_grad()
     def follow(self) -> None:
-        """Where the program has written to weights, the masters follow: see [Note: who writes a weight]."""
+        """A step begins. Where the weights are others, the masters follow: see [Note: who writes a weight]."""
+        self._to_compare |= self._loaded
+        self.follow_writes()
+        self._loaded.clear()
+        self._to_compare.clear()
+
+    @torch.no_grad()
+    def follow_writes(self) -> None:
+        """The same between steps, to be looked at or saved: loaded masters wait for their weights."""
         found = self._look()
         if found != self._versions:
             rows = zip(self._buckets_of.values(), found, self._versions, strict=True)
@@ -66,7 +79,6 @@ class Masters(Slot):
         for number in self._to_compare:
             own, values = self._memory.buckets[number].own, self.values[number]
             values.copy_(torch.where(own == values.to(own.dtype), values, own.to(values.dtype)))
-        self._to_compare.clear()
 
     @torch.no_grad()
     def write(self, buckets: Iterable[int]) -> None:

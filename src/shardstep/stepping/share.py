@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +34,18 @@ from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 from shardstep.stepping.slots import Slot
 
 ParamGroups = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a share is made of, and is not yet; `own` is what its slots take."""
+
+    runs: list[tuple[Run, ...]]  # by bucket
+    tensors: list[list[torch.Tensor]]
+    local: Optimizer
+    parted: PartedOptimizer
+    parked: dict[Piece, Entry]
+    own: list[dict[Piece, torch.Tensor]]
 
 
 class LocalShare:
@@ -64,6 +77,7 @@ class LocalShare:
         self._join = join and is_of_torch(optimizer_class)
         self.runs: list[tuple[Run, ...]] = []  # by bucket
         self.parked: dict[Piece, Entry] = {}  # state of frozen parameters
+        self._tensors: list[list[torch.Tensor]] = []
         self._parted: PartedOptimizer | None = None
 
     def build(
@@ -74,33 +88,53 @@ class LocalShare:
         `entries` is emptied: what is joined into runs would otherwise be in memory twice, all of it.
         `counted` is what the class has counted on itself; by default what it has in this share.
         """
+        self.take(self.prepare(param_groups, entries, counted), param_groups)
+
+    def prepare(
+        self, param_groups: ParamGroups, entries: dict[Piece, Entry], counted: Mapping[str, Any] | None = None
+    ) -> Prepared:
+        """What `build` makes, without taking it: the class may refuse its options or its parameters, and then this
+        share is what it was."""
         rest = dict(entries)
         entries.clear()
+        own: list[dict[Piece, torch.Tensor]] = []
         for slot in self.slots:
-            rest = slot.fill(rest)
-        counted = self.counted() if counted is None else counted
+            found, rest = slot.split(rest)
+            own.append(found)
+        runs = self._find_runs(param_groups, rest)
+        tensors = [[self._tensor_of(run, number) for run in row] for number, row in enumerate(runs)]
+        pairs = _pairs(runs, tensors)
+        local = self._make_local(param_groups, pairs)
+        parts = [[tensor for bucket in group for tensor in tensors[bucket]] for group in self._together]
+        parted = PartedOptimizer(local, parts, _maker(self._class, self._defaults))
+        for run, tensor in pairs:
+            held = {piece: rest.pop(piece) for piece in run.pieces if piece in rest}
+            if held:
+                entry = join_in_run(run, held, tensor)
+                local.state[tensor] = on_device_of(tensor, entry, param_groups[self._group_of(run.pieces[0])])
+        parked = {piece: _own_memory(entry) for piece, entry in rest.items()}
+        parted.reload()
+        parted.resume(self.counted() if counted is None else counted)
+        return Prepared(runs, tensors, local, parted, parked, own)
+
+    def take(self, made: Prepared, param_groups: ParamGroups) -> None:
+        """From now on this is the share. No code of the class runs here."""
+        self.runs, self._tensors = made.runs, made.tensors
+        self.local, self._parted, self.parked = made.local, made.parted, made.parked
+        for slot, own in zip(self.slots, made.own, strict=True):
+            slot.fill(own)
+        if self._kernel is not None:
+            self._kernel.build(self._kernel_rows(), self.local.state, param_groups)
+
+    def _find_runs(self, param_groups: ParamGroups, rest: Mapping[Piece, Entry]) -> list[tuple[Run, ...]]:
+        """By bucket; `rest` is the state by which pieces can be told apart."""
 
         def together(one: Piece, other: Piece) -> bool:
             joinable = self._may_join(one, param_groups) and self._may_join(other, param_groups)
             same_group = self._group_of(one) == self._group_of(other)
             return joinable and same_group and counts_alike(rest.get(one), one, rest.get(other), other)
 
-        buckets = self._memory.buckets
-        self.runs = [find_runs(memory.placed, together) for memory in buckets]
-        self._tensors = [[self._tensor_of(run, number) for run in runs] for number, runs in enumerate(self.runs)]
-        self.local = self._make_local(param_groups)
-        for run, tensor in self._pairs():
-            held = {piece: rest.pop(piece) for piece in run.pieces if piece in rest}
-            if held:
-                entry = join_in_run(run, held, tensor)
-                self.local.state[tensor] = on_device_of(tensor, entry, param_groups[self._group_of(run.pieces[0])])
-        self.parked = {piece: _own_memory(entry) for piece, entry in rest.items()}
-        parts = [[tensor for bucket in group for tensor in self._tensors[bucket]] for group in self._together]
-        self._parted = PartedOptimizer(self.local, parts, _maker(self._class, self._defaults))
-        self._parted.reload()
-        self._parted.resume(counted)
-        if self._kernel is not None:
-            self._kernel.build(self._kernel_rows(), self.local.state, param_groups)
+        return [find_runs(memory.placed, together) for memory in self._memory.buckets]
 
     def _kernel_rows(self) -> list[list[KernelRow]]:
         return [
@@ -148,10 +182,6 @@ class LocalShare:
                 "the optimizer's state"
             )
 
-    def _pairs(self) -> list[tuple[Run, torch.Tensor]]:
-        rows = zip(self.runs, self._tensors, strict=True)
-        return [pair for runs, tensors in rows for pair in zip(runs, tensors, strict=True)]
-
     def _group_of(self, piece: Piece) -> int:
         return self._plan.params[piece.param].group
 
@@ -180,9 +210,8 @@ class LocalShare:
         shaped = dense_view(master, run.start, home) if whole else master[run.start : run.stop]
         return shaped.requires_grad_()
 
-    def _make_local(self, param_groups: ParamGroups) -> Optimizer:
+    def _make_local(self, param_groups: ParamGroups, pairs: Sequence[tuple[Run, torch.Tensor]]) -> Optimizer:
         groups = [{key: value for key, value in g.items() if key != "param_names"} for g in param_groups]
-        pairs = self._pairs()
         for number, group in enumerate(groups):
             group["params"] = [tensor for run, tensor in pairs if self._group_of(run.pieces[0]) == number]
             like = [home for param, home in self._memory.homes.items() if self._plan.params[param].group == number]
@@ -279,16 +308,26 @@ class LocalShare:
         return sum(value.nbytes for value in tensors)
 
     def entries(self) -> dict[Piece, Entry]:
-        """The state of every piece that was stepped, also of frozen ones: views, where pieces share a tensor."""
+        """The state of every piece that was stepped, also of frozen ones: views, where pieces share a tensor.
+
+        Masters are those of the weights as they are now: a program may have written to them since the last step.
+        """
+        if self.masters is not None and not (self.average is not None and self.average.is_shown):
+            self.masters.follow_writes()
         live = {
             piece: cut_from_run(entry, run, offset, piece.numel)
-            for run, tensor in self._pairs()
+            for run, tensor in _pairs(self.runs, self._tensors)
             if (entry := self.local.state.get(tensor))
             for piece, offset in zip(run.pieces, run.offsets, strict=True)
         }
         for slot in self.slots:
             slot.put_into(live)
         return {**self.parked, **live}
+
+
+def _pairs(runs: Sequence[Sequence[Run]], tensors: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Run, torch.Tensor]]:
+    rows = zip(runs, tensors, strict=True)
+    return [pair for row, those in rows for pair in zip(row, those, strict=True)]
 
 
 def _maker(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any]) -> MakeOptimizer:

@@ -25,19 +25,39 @@ class Slot:
     def nbytes(self) -> int:
         return sum(values.nbytes for values in self.values.values())
 
-    def fill(self, entries: Mapping[Piece, Entry]) -> dict[Piece, Entry]:
-        """Take what the state of pieces has of it; returns the rest of the state."""
+    def split(self, entries: Mapping[Piece, Entry]) -> tuple[dict[Piece, torch.Tensor], dict[Piece, Entry]]:
+        """What the state of pieces has of it, and the rest of the state; ValueError if it is no piece's."""
+        own: dict[Piece, torch.Tensor] = {}
         rest = {piece: {**entry} for piece, entry in entries.items()}
+        for number in self.values:
+            for piece, _ in self._memory.buckets[number].placed:
+                saved = rest.get(piece, {}).pop(self._key, None)
+                if saved is None:
+                    continue
+                if saved.numel() != piece.numel:
+                    name = self._memory.plan.params[piece.param].name
+                    raise ValueError(
+                        f"{self._key} of {name} has {saved.numel()} elements where {piece.numel} are held: load what "
+                        "was saved of this model"
+                    )
+                own[piece] = saved
+        return own, {piece: entry for piece, entry in rest.items() if entry}
+
+    def fill(self, own: Mapping[Piece, torch.Tensor]) -> None:
+        """Take what `split` has found."""
         for number, values in self.values.items():
             for piece, offset in self._memory.buckets[number].placed:
-                saved = rest.get(piece, {}).pop(self._key, None)
-                if saved is not None:
-                    values[offset : offset + piece.numel].copy_(saved.reshape(-1))
-                    self.filled(number)
-        return {piece: entry for piece, entry in rest.items() if entry}
+                if piece in own:
+                    values[offset : offset + piece.numel].copy_(own[piece].reshape(-1))
+                    self.filled(number, piece)
+                else:
+                    self.missed(piece)
 
-    def filled(self, bucket: int) -> None:
-        """Something of a bucket was taken from saved state."""
+    def filled(self, bucket: int, piece: Piece) -> None:
+        """A piece in a bucket was taken from saved state."""
+
+    def missed(self, piece: Piece) -> None:
+        """Saved state has nothing of a piece."""
 
     def put_into(self, entries: dict[Piece, Entry]) -> None:
         """Into the state of pieces, views of it."""
