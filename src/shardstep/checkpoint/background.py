@@ -65,6 +65,8 @@ class Saving:
         except Exception as error:
             self._failure = error
             logger.error("a checkpoint could not be saved: %s", error)
+        finally:
+            self._hosts = None  # who keeps what save returned does not keep Gloo's threads alive to the end
 
     def _verdict(self, failure: Exception | None) -> None:
         failed = failure is not None
