@@ -16,6 +16,8 @@ import shardstep
 from checkpointing import ADAMW, KINDS, MUON, Kind, assert_holds, leave_reference, read_reference, train
 from fast_lane_training import batch, loss_of
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 RANKS = [1, 2, 3, 4]
 LR = 0.0123  # as a scheduler may have left it
 

@@ -18,6 +18,8 @@ import damage
 import facing
 import pytest
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 RANKS = [1, 2]
 
 

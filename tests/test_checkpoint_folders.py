@@ -24,6 +24,8 @@ from shardstep.checkpoint.storage import write_parts
 from shardstep.wire.hosts import separate_hosts
 from training import raised
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 TOKEN = "0123abcd"
 
 

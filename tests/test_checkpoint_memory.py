@@ -12,6 +12,8 @@ import pytest
 
 from shardstep.state.blocks import MOST_NBYTES
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 WORKER = Path(__file__).with_name("checkpoint_memory.py")
 SLACK = 16 * 2**20  # what Python and Gloo take by the way
 

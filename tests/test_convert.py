@@ -28,6 +28,8 @@ from converting import loaded, same, state_by_name, to, trained
 from shardstep.convert.target import writing
 from shardstep.stepping.masters import MASTER
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 EXTRA = {"step": 2, "noise": torch.arange(5.0), "scheduler": {"lrs": [0.1, 0.2], "last": (1, None)}}
 
 

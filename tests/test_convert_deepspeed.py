@@ -16,6 +16,8 @@ from shardstep.convert.from_deepspeed import read
 from shardstep.convert.source import SourceError
 from shardstep.stepping.masters import MASTER
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 SAVED = Path(__file__).parent / "fixtures" / "deepspeed"
 
 

@@ -27,6 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardstep
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 RANKS = {"docs/how-to.md": 4}  # it makes a group of ranks 1 and 3

@@ -14,6 +14,8 @@ from torch import nn, optim
 
 import shardstep
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 PROGRAM = Path(__file__).with_name("elastic_killed.py")
 EXAMPLE = Path(__file__).parents[1] / "examples" / "elastic.py"
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 ROOT = Path(__file__).parent.parent
 LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
