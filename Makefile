@@ -1,4 +1,5 @@
 # make demo: train a small GPT on two ranks, with DDP + AdamW and with shardstep.   make test: the tests.
+# make test-slow: the rest of them, of checkpoints, examples and docs.
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
 # make docs: the site, in site/.
@@ -12,14 +13,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-gpu fuzz test-third-party third-party-table frameworks test-frameworks check lint docs bench \
+.PHONY: demo test test-slow test-gpu fuzz test-third-party third-party-table frameworks test-frameworks check lint docs bench \
 	bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+# Checkpoints that are killed and damaged, the reshard matrix, conversions, and every example and block of code in the docs.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 # Three hundred random programs instead of thirty.
 fuzz: $(READY)
@@ -69,7 +74,7 @@ $(FRAMEWORKS)/.ready: requirements-frameworks.txt $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(FRAMEWORKS) --requirement requirements-frameworks.txt
 	touch $@
 
-check: lint test
+check: lint test test-slow
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

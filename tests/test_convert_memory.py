@@ -6,12 +6,17 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from converting import same
+
+pytestmark = pytest.mark.slow  # make test-slow
 
 # What the system may drop (pages of files) does not count; what the process has for itself does.
 PROGRAM = """
 import json, sys, threading, time, warnings
 from pathlib import Path
+import pytest
 import torch
 from torch import nn, optim
 import torch.distributed.checkpoint as dcp

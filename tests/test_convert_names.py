@@ -12,6 +12,8 @@ from converting import same, to, trained
 from shardstep.convert.names import match_names, shape_of
 from shardstep.convert.source import SourceError, lazy
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 
 def model_of(**shapes: tuple[int, ...]):
     return {name.replace("__", "."): lazy(torch.zeros(shape)) for name, shape in shapes.items()}

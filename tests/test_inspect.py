@@ -17,6 +17,8 @@ from checkpointing import KINDS, train
 from converting import to, trained
 from shardstep.cli.app import app
 
+pytestmark = pytest.mark.slow  # make test-slow
+
 FIXTURES = Path(__file__).parent / "fixtures"
 
 

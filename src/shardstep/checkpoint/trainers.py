@@ -271,9 +271,9 @@ class _Whole:
                 state[place] = entry
 
         def commit() -> None:
-            own = self._optimizer.param_groups
-            take_options(groups, own, self._names)
-            self._optimizer.load_state_dict({"state": state, "param_groups": _by_place(own)})
+            loaded = apart(self._optimizer.param_groups)  # or they would be changed where its own code refuses the rest
+            take_options(groups, loaded, self._names)
+            self._optimizer.load_state_dict({"state": state, "param_groups": _by_place(loaded)})
 
         loading.commit = commit
         return loading
