@@ -221,6 +221,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self, gradients: Sequence[torch.Tensor | None] | None = None, closure: Any = None, **kwargs: Any
     ) -> float | None:
         """Step this rank's share only; parameters of other ranks stay as they are."""
+        self._saved.is_new = False
         loss: float | None = self._strategy.local_step(self.param_groups, gradients, closure, kwargs)
         return loss
 
