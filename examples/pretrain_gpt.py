@@ -29,7 +29,9 @@ MATRICES = ["blocks.*.attention.*", "blocks.*.feed_forward.*"]  # what Muon is f
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="of checkpoints; training goes on from the newest")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("run"), help="of checkpoints; training goes on from the newest (run)"
+    )
     parser.add_argument("--text", type=Path, help="to learn, in UTF-8 (default: the demo's)")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--save-every", type=int, default=100)
@@ -96,6 +98,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
     except FileNotFoundError:
         pass  # the first start
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print(f"{ranks} ranks, from step {step} to {arguments.steps}", flush=True)
     while step < arguments.steps:
         for micro in range(arguments.accumulate):
             tokens, targets = (one.to(device) for one in batch_of(text, position + rank, size, block))

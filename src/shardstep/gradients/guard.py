@@ -130,8 +130,12 @@ def _look_elsewhere(owner: Owner, caller: FrameType) -> None:
         module, set_to_none = caller.f_locals["self"], caller.f_locals["set_to_none"]
         owner.zero_gradients_of(list(module.parameters()), set_to_none)
     elif torch._guards.TracingContext.try_get() is None:  # the compiler looks, and does nothing with it
+        named: FrameType | None = caller
+        while named is not None and named.f_code.co_name.startswith("<") and named.f_back is not None:
+            named = named.f_back  # a comprehension is no name that a reader knows
+        reader = caller.f_code.co_name if named is None else named.f_code.co_name
         raise RuntimeError(
-            f"param.grad is None, and {caller.f_code.co_name} reads it: backward has reduced this gradient to shards, "
+            f"param.grad is None, and {reader} reads it: backward has reduced this gradient to shards, "
             "one for each rank. Use clip_grad_norm_(), clip_grad_value_() or grad_norms() of the optimizer that "
             'shardstep.shard() returned; or pass config=ShardConfig(gradients="keep"), and param.grad is the mean'
         )
