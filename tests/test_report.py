@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -326,15 +325,9 @@ def profiles(config: ShardConfig, collectives: bool) -> list[str]:
         opt = shardstep.shard(model, optim.AdamW, lr=0.01, config=config)
     iterate(model, opt)
     assert not opt._engine._memory.titles._made, "nobody looks"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch 2.11 says that a profile keeps one cycle
-        found = profile(activities=[ProfilerActivity.CPU])
-        found.start()
-    try:
+    with profile(activities=[ProfilerActivity.CPU]) as found:
         iterate(model, opt)
         opt.synchronize()
-    finally:
-        found.stop()
     return [event.name for event in found.events() if event.name.startswith("shardstep: ")]
 
 
