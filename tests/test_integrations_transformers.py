@@ -272,6 +272,36 @@ def test_what_cannot_be_sharded_is_refused_before_training(workers, tmp_path):
         assert gpus.startswith("ValueError: one process has 2 GPUs here, and the Trainer would use DataParallel")
 
 
+def refuses_what_would_not_be_sharded(folder: Path) -> list[str]:
+    from transformers import Trainer, TrainingArguments
+
+    from shardstep.integrations.transformers import Sharded, ShardedTrainer
+
+    class Own(ShardedTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    def train(kind: Any, **given: Any) -> None:
+        arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[], max_steps=1)
+        kind(make_model("gpt2"), arguments, train_dataset=Tokens(8, 1), **given).train()
+
+    with launched():
+        return errors_of(
+            lambda: train(Own),
+            lambda: type("Mine", (Trainer, Sharded), {}),
+            lambda: train(ShardedTrainer, shard_config=shardstep.ShardConfig(step="backward")),
+        )
+
+
+def test_a_trainer_that_would_train_without_shards_is_refused(workers, tmp_path):
+    """Before: a plain optimizer from create_optimizer, and Sharded named last, trained with DDP, and nothing was said."""
+    for own, order, config in workers(2).run(refuses_what_would_not_be_sharded, tmp_path, timeout=60):
+        assert own.startswith("TypeError: optimizers has a SGD, which every rank would hold whole")
+        assert order.startswith("TypeError: Mine names a trainer before Sharded, which would shard nothing")
+        assert config.startswith('ValueError: ShardConfig(step="backward") has stepped when backward ends')
+
+
 # -- whole programs ----------------------------------------------------------------------------------------------------
 
 

@@ -28,6 +28,15 @@ _WITHOUT_GROUPS = ("params", "model", "optimizer_dict")  # of optimizers that wa
 class Sharded:
     """What has to be different in a `transformers.Trainer`; to be named before it among the bases of a class."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        order = cls.__mro__
+        if Trainer in order and order.index(Trainer) < order.index(Sharded):
+            raise TypeError(
+                f"{cls.__name__} names a trainer before Sharded, which would shard nothing: "
+                f"class {cls.__name__}(Sharded, ...)"
+            )
+
     def __init__(self, *args: Any, shard_config: ShardConfig | None = None, **kwargs: Any) -> None:
         """As the Trainer's. `optimizers` may have what `shardstep.shard` returned for the model, or a drop-in."""
         self.shard_config = shard_config
@@ -39,10 +48,11 @@ class Sharded:
                 "process for each, with torchrun or accelerate launch"
             )
         _check_optimizer(trainer.optimizer)
+        _check_config(shard_config)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator = ShardedAccelerator.adopt(self.accelerator)  # type: ignore[has-type]
+        self.accelerator = _TrainersAccelerator.adopt(self.accelerator)  # type: ignore[has-type]
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """The Trainer's own choice of class, options and param groups, given to `shardstep.shard`."""
@@ -83,6 +93,14 @@ class ShardedTrainer(Sharded, Trainer):
     """A `transformers.Trainer` whose optimizer is sharded."""
 
 
+class _TrainersAccelerator(ShardedAccelerator):
+    """Its trainer promises shards: also where a subclass has made the optimizer, in a `create_optimizer` of its own."""
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        _check_optimizer(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+
 def _sharding(model: nn.Module, kind: type[Optimizer], config: ShardConfig | None) -> type[Optimizer]:
     """What the Trainer takes for an optimizer's class, and calls with its param groups; it makes a sharded one."""
 
@@ -98,5 +116,16 @@ def _check_optimizer(given: Any) -> None:
     if given is not None and not isinstance(given, known):
         raise TypeError(
             f"optimizers has a {type(given).__name__}, which every rank would hold whole: give what "
-            "shardstep.shard(model, ...) returns, or a shardstep.ZeroRedundancyOptimizer, or leave it out"
+            "shardstep.shard(model, ...) returns, or a shardstep.ZeroRedundancyOptimizer, or leave it out; and return "
+            "such a one from create_optimizer, where a trainer has its own"
+        )
+    if isinstance(given, ShardedOptimizer):
+        _check_config(given._config)
+
+
+def _check_config(config: ShardConfig | None) -> None:
+    if config is not None and config.step == "backward":
+        raise ValueError(
+            'ShardConfig(step="backward") has stepped when backward ends, and the Trainer asks for the norm of all '
+            "gradients after it, in every step: use the default step"
         )
