@@ -426,6 +426,25 @@ def test_ranks_that_run_out_of_inputs_do_not_step_with_old_gradients(workers, wo
     workers(world_size).run(uneven_inputs, True, bucket_view)
 
 
+def uneven_epochs() -> None:
+    """Without state: under DDP a rank without inputs does not step, and its own copy of it would stay behind."""
+    ours, theirs = copies(small_model(), 2)
+    ddp_ours, ddp_theirs = DistributedDataParallel(ours), DistributedDataParallel(theirs)
+    zero, plain = ZeroRedundancyOptimizer(ddp_ours.parameters(), SGD, lr=0.01), SGD(ddp_theirs.parameters(), lr=0.01)
+    for ddp, optimizer, joins in ((ddp_theirs, plain, [ddp_theirs]), (ddp_ours, zero, [ddp_ours, zero])):
+        for _ in range(3):
+            with Join(joins):
+                for batch in batches(2 + 2 * dist.get_rank(), rank=dist.get_rank()):
+                    ddp(batch).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert_same(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_gradients_that_a_rank_was_lent_under_join_are_not_added_to_in_the_next_epoch(workers):
+    workers(2).run(uneven_epochs)
+
+
 def join_alone() -> None:
     rank = dist.get_rank()
     ours = make_params()

@@ -96,6 +96,31 @@ def test_gradients_of_its_last_batch_do_not_stay_with_a_rank_without_inputs(work
     workers(2).run(trains_like_ddp, way, "wait", "the first", Net, True)
 
 
+def trains_several_epochs(way: str, most: str, to_none: bool) -> None:
+    """Without state: under DDP a rank without inputs does not step, and its own copy of it would stay behind."""
+    model = Net()
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    plain = optim.SGD(ddp.parameters(), lr=0.05)
+    with by_collectives() if way == "collectives" else nullcontext():
+        opt = shardstep.shard(model, optim.SGD, config=CONFIGS["wait"], lr=0.05)
+    for net, joined, optimizer in ((ddp, ddp, plain), (model, opt, opt)):
+        for _ in range(3):
+            with Join([joined]):
+                for step in mine(most):
+                    loss_of(net, batch(step)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=to_none)
+    assert_like(model, ddp, exact=True)
+
+
+@pytest.mark.parametrize("way", ["messages", "collectives"])
+@pytest.mark.parametrize("most", ["the first", "the last"])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_of_the_last_step_in_join_are_not_added_to_in_the_next_epoch(workers, to_none, most, way):
+    """They stayed with a rank without inputs, which does not call zero_grad() after a step that it only follows."""
+    workers(2).run(trains_several_epochs, way, most, to_none)
+
+
 def has_buffers(way: str, most: str) -> None:
     """Means that a rank without inputs no longer computes; the highest rank with inputs has the say, as under DDP."""
     model = Normed()

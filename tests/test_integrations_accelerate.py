@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -177,6 +178,50 @@ def test_clipping_by_norm_differs_in_the_last_bits_of_the_norm(workers):
         assert_same(fast["weights"], plain["weights"], atol=1e-6)
 
 
+def trains_on_uneven_inputs(kind: str) -> dict[str, Any]:
+    """Without state: under DDP a rank without inputs does not step, and its own copy of it would stay behind."""
+    from accelerate import Accelerator
+
+    from shardstep.integrations.accelerate import ShardedAccelerator
+
+    with launched():
+        accelerator = (Accelerator if kind == "plain" else ShardedAccelerator)()
+        torch.manual_seed(5)
+        model: Any = nn.Linear(4, 4)
+        match kind:
+            case "fast":
+                optimizer: Any = shardstep.shard(model, torch.optim.SGD, lr=1e-2)
+            case "drop-in":
+                optimizer = shardstep.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=1e-2)
+            case _:
+                optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        x = torch.randn(18, 4, generator=torch.Generator().manual_seed(1))
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(x), batch_size=2))
+        joinables = [model, optimizer] if kind != "plain" else [model]
+        batches = 0
+        for _ in range(2):
+            # On CPUs Accelerate does not join.
+            with (
+                mock.patch.object(Accelerator, "multi_device", True),
+                accelerator.join_uneven_inputs(joinables, even_batches=False),
+            ):
+                for (inputs,) in loader:
+                    accelerator.backward(model(inputs).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    batches += 1
+        assert batches == (10 if dist.get_rank() == 0 else 8)
+        return weights_of(accelerator.unwrap_model(model))
+
+
+def test_join_uneven_inputs_takes_the_model_that_is_not_ddps(workers):
+    """Before: 'Linear' object has no attribute 'join_hook'."""
+    plain = workers(2).run(trains_on_uneven_inputs, "plain", timeout=60)
+    for kind in ("fast", "drop-in"):
+        for ours in workers(2).run(trains_on_uneven_inputs, kind, timeout=60):
+            assert_same(ours, plain[0])
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +336,12 @@ def refused() -> list[str]:
 
 def refuses_another_engine() -> list[str]:
     from accelerate.state import PartialState
-    from accelerate.utils import DistributedType, ParallelismConfig
+    from accelerate.utils import (
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        DistributedType,
+        ParallelismConfig,
+    )
 
     from shardstep.integrations.accelerate import ShardedAccelerator
 
@@ -303,6 +353,11 @@ def refuses_another_engine() -> list[str]:
         accelerator = ShardedAccelerator()
         accelerator.state.parallelism_config = ParallelismConfig(dp_shard_size=2)
         found += errors_of(lambda: ShardedAccelerator.adopt(accelerator))
+    with launched():
+        hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+        accelerator, model = ShardedAccelerator(kwargs_handlers=[hook]), nn.Linear(4, 4)
+        opt = shardstep.shard(model, torch.optim.AdamW)
+        found += errors_of(lambda: accelerator.prepare(model, opt))
     return found
 
 
@@ -315,8 +370,9 @@ def test_what_cannot_be_done_is_refused_before_training(workers):
 
 
 def test_another_engine_is_refused(workers):
-    for fsdp, mesh in workers(2).run(refuses_another_engine, timeout=60):
+    for fsdp, mesh, hook in workers(2).run(refuses_another_engine, timeout=60):
         assert fsdp.startswith("ValueError: this accelerator is configured for FSDP, which shards by itself")
+        assert hook.startswith("ValueError: comm_hook='fp16' of DistributedDataParallelKwargs would do nothing here")
         assert mesh.startswith("ValueError: shardstep shards over data-parallel ranks, and this accelerator has")
 
 

@@ -295,7 +295,7 @@ def refuses_what_would_not_be_sharded(folder: Path) -> list[str]:
 
 
 def test_a_trainer_that_would_train_without_shards_is_refused(workers, tmp_path):
-    """Before: a plain optimizer from create_optimizer, and Sharded named last, trained with DDP, and nothing was said."""
+    """Before: a plain optimizer from create_optimizer, and Sharded named last, trained with DDP, and nobody said so."""
     for own, order, config in workers(2).run(refuses_what_would_not_be_sharded, tmp_path, timeout=60):
         assert own.startswith("TypeError: optimizers has a SGD, which every rank would hold whole")
         assert order.startswith("TypeError: Mine names a trainer before Sharded, which would shard nothing")

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from shardstep.engine import Engine
 from shardstep.gradient_calls import clamp, clip, norms
-from shardstep.planned import ParamGroups
+from shardstep.planned import ParamGroups, params_of
 from shardstep.state.handing_over import hand_over
 from shardstep.wire.records import open_poll
 from shardstep.wire.turns import Turn
@@ -67,14 +67,20 @@ class FastLaneJoinHook(JoinHook):
             turns.following = False
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Nobody has inputs any more: all ranks hold the same weights and options."""
+        """Nobody has inputs any more: all ranks hold the same weights and options, and gradients of the same passes."""
         self._engine.turns.leave_join()
         self._engine.synchronize()
         poll = open_poll(self._engine.channel, lambda record: "leave Join")
         poll.ask(bytes([is_last_joiner]))
         last = [row == b"\1" for row in poll.answer().rows()]
         away = [rank for rank, is_last in enumerate(last) if not is_last]
-        hand_over(self._engine.channel, last.index(True), away, self._groups, {})
+        gradients = self._engine.gradients
+        are_held = any(gradients.hides(param) for param in params_of(self._groups))
+        own = {"are_held": are_held, "are_zero": gradients.are_zero}
+        told = hand_over(self._engine.channel, last.index(True), away, self._groups, own)
+        if not is_last_joiner and (told["are_zero"] or not told["are_held"]):
+            # The last loop to end did so after its step, where nothing tells it to those that followed.
+            gradients.clear(to_none=not told["are_held"])
         self._optimizer._join_config = _JoinConfig(False, False, False)
 
 

@@ -51,8 +51,13 @@ class AfterBackward:
         return self.step_and_send(groups, closure, kwargs)
 
     def take_part(self, groups: Groups) -> None:
-        hand_over(self._channel, self._away, self._shard.plan, groups, joined=True)
-        self.step_and_send(groups, None, {})
+        own = [(param, param.grad) for param in params_of(groups)]
+        try:
+            hand_over(self._channel, self._away, self._shard.plan, groups, joined=True)
+            self.step_and_send(groups, None, {})
+        finally:  # under DDP they stay as they are: its next backward pass must not add to those of others
+            for param, gradient in own:
+                param.grad = gradient
 
     def step_and_send(self, groups: Groups, closure: Any, kwargs: Mapping[str, Any]) -> Any:
         """What a step is, once every rank has the gradients."""

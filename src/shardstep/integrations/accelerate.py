@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 
 from shardstep.checkpoint.contents import unwrapped
@@ -154,6 +154,12 @@ class ShardedAccelerator(Accelerator):
                 f"{type(model).__name__}: their gradients would not be reduced. Give them to shard(...), too, or "
                 "freeze them with requires_grad_(False)"
             )
+        hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+        if hook != DDPCommunicationHookType.NO:
+            raise ValueError(
+                f"comm_hook={hook.value!r} of DistributedDataParallelKwargs would do nothing here, without DDP: leave "
+                "it out; ShardConfig(reduce_dtype=torch.float16) sends gradients in 16 bits"
+            )
         target = torch.empty(0, device=self.device).device
         away = [name for name, param in model.named_parameters() if param in owned and param.device != target]
         if moves and away:
@@ -195,6 +201,15 @@ class ShardedAccelerator(Accelerator):
         else:
             self.unscale_gradients(sharded)
             sharded.optimizer.clip_grad_value_(clip_value)
+
+    def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Any:
+        """As ever. In the place of a model that `shardstep.shard` has, its optimizer joins."""
+        found: list[Any] = []
+        for one in joinables:
+            bare = unwrapped(one) if isinstance(one, nn.Module) else None
+            own = [fast.optimizer for fast in self._fast() if fast.optimizer.model is bare]
+            found += own or [one.optimizer if isinstance(one, PreparedOptimizer) else one]
+        return super().join_uneven_inputs(list(dict.fromkeys(found)), even_batches)
 
     def _fast(self) -> list[PreparedOptimizer]:
         return [one for one in self._optimizers if isinstance(getattr(one, "optimizer", None), ShardedOptimizer)]
