@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import Matrices, Net, batch, loss_of
+from shardstep import ShardConfig
 from training import assert_ranks_equal, raised
 
 BOTH_WAYS = pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
@@ -100,6 +103,65 @@ class Sparse(nn.Module):
 @BOTH_WAYS
 def test_sparse_gradients_are_refused_by_name(workers, collectives):
     workers(2).run(embeds_sparsely, collectives)
+
+
+class LateAndSparse(nn.Module):
+    """The head's gradient comes, its bucket goes, and then, inside a reentrant checkpoint, comes a sparse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4))
+        self.table = nn.Parameter(torch.linspace(-1, 1, 36).view(9, 4))
+
+    def forward(self, x: torch.Tensor, *, sparse: bool) -> torch.Tensor:
+        def looked_up(gain: torch.Tensor) -> torch.Tensor:
+            return nn.functional.embedding(x, self.table, sparse=sparse) * gain
+
+        looked: Any = checkpoint(looked_up, self.gain * 1, use_reentrant=True)
+        return nn.functional.linear(looked.tanh(), self.table)
+
+
+class Unfrozen(Sparse):
+    """A parameter that has no place in the plan yet: its first gradient is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, *, sparse: bool = False) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table, sparse=sparse) * self.scale
+
+
+def comes_late_and_sparse(make: Callable[[], Any], gradients: Any, collectives: bool) -> None:
+    with by_collectives() if collectives else nullcontext():
+        model, x = make(), torch.tensor([1, 2])
+        config = ShardConfig(bucket_mb=1e-5, gradients=gradients)
+        opt = shardstep.shard(model, optim.SGD, lr=0.1, config=config)
+
+    def train(*, sparse: bool) -> None:
+        model(x, sparse=sparse).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    train(sparse=False)
+    model.table.requires_grad_(True)
+    before = copy.deepcopy(model.state_dict())
+    _, text = raised(lambda: train(sparse=dist.get_rank() == 1))
+    assert "failed on rank 1: table has a sparse gradient" in text
+    assert "build its module with sparse=False" in text
+    assert "zero_grad() on all ranks" in text
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    opt.zero_grad()
+    train(sparse=False)
+    assert not torch.equal(model.table, before["table"])
+    assert_ranks_equal(list(model.parameters()))
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("gradients", ["shard", "keep"])
+@pytest.mark.parametrize("make", [LateAndSparse, Unfrozen])
+def test_a_sparse_gradient_that_comes_late_on_one_rank_left_the_others_waiting(workers, make, gradients, collectives):
+    workers(2).run(comes_late_and_sparse, make, gradients, collectives, timeout=20)
 
 
 def passes_something_else() -> None:

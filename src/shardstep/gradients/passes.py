@@ -349,17 +349,26 @@ class GradientPass:
         if self.phase is not Phase.RESTING:
             self._move(Phase.RESTING)
 
-    def reduce_late(self, late: Sequence[int]) -> None:
-        """Reduce what came too late, on some rank; called on every rank if it did on any."""
+    def reduce_late(self, late: Sequence[int]) -> Exception | None:
+        """Reduce what came too late, on some rank; called on every rank if it did on any.
+
+        Returns what failed here: the other ranks wait for every bucket, so the rest goes out all the same.
+        """
+        failure = None
         self.land_all()
         self._late = bytes(len(self._params))
         self.order.begin()
         for bucket in self.order.left():
             self._make_room(bucket)
-            self._launch(bucket, self._packing.pack(bucket))
+            try:
+                parts = self._packing.pack(bucket)
+            except Exception as error:
+                failure, parts = failure or error, self._packing.pack(bucket)  # what could not be packed is dropped
+            self._launch(bucket, parts)
         self.order.end()
         self._packing.end_pass()
         self._packing.used = bytearray(used or more for used, more in zip(self._packing.used, late, strict=True))
+        return failure
 
     def take_over(self, used: Sequence[int], shards: Sequence[torch.Tensor | None], phase: Phase) -> None:
         """What an earlier plan's pass knew and held."""

@@ -17,6 +17,7 @@ from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import quickly
 from shardstep.planning import Piece
 from shardstep.planning.runs import Run
+from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import Channel
 from shardstep.wire.transport import Transport
 from shardstep.wire.turns import Turn, Turns
@@ -71,7 +72,7 @@ class Gradients(Protocol):
         """No rank had made one: it is as if none had been made up for."""
 
     def reduce_late(self, late: Sequence[int]) -> None:
-        """Reduce those too: flags, of this plan's parameters."""
+        """Reduce those too: flags, of this plan's parameters. Raises on all ranks if one of them cannot."""
 
     @property
     def used(self) -> Sequence[int]:
@@ -136,7 +137,7 @@ class ShardedGradients:
 
     def __init__(self, given: Surroundings, after_pass: Callable[[], None] | None = None) -> None:
         self._memory, self._params = given.memory, given.params
-        self._alone = given.channel.world_size == 1
+        self._channel = given.channel
         self.current = GradientPass(
             given.channel,
             given.transport,
@@ -157,7 +158,7 @@ class ShardedGradients:
 
     def settle(self, turn: Turn | None) -> Sequence[int]:
         self.hooks.recover()
-        if self.current.phase is Phase.RESTING and not self._alone:
+        if self.current.phase is Phase.RESTING and self._channel.world_size > 1:
             self.make_up_for_a_pass()
         if turn is not None:
             self._turns.prepare(turn)
@@ -199,7 +200,12 @@ class ShardedGradients:
         return settled.late
 
     def reduce_late(self, late: Sequence[int]) -> None:
-        self.current.reduce_late(late)
+        failure = self.current.reduce_late(late)
+        try:
+            agree(self._channel, Claim("reducing gradients that came after their bucket", failure, Facts()))
+        except Exception as error:
+            self.current.drop()
+            raise RuntimeError(f"{error}. Call zero_grad() on all ranks and go on with the next batch") from error
         self.used = bytes(self.current.used)
 
     def land(self) -> None:
