@@ -18,7 +18,7 @@ from torch import nn, optim
 
 pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed; make test-frameworks installs it")
 
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
@@ -272,6 +272,28 @@ def loads_what_the_hook_made(folder: Path) -> None:
 
 def test_on_load_checkpoint_may_change_the_weights(workers, tmp_path):
     workers(2).run(loads_what_the_hook_made, tmp_path)
+
+
+def averages(kind: str, folder: Path, epochs: int, checkpoint: Path | None = None) -> Any:
+    """The weights that a run ends with, which are averages; and those that its last checkpoint gives to another."""
+    with under_torchrun():
+        model = Regression(kind)
+        callbacks = [EMAWeightAveraging(decay=0.9), ModelCheckpoint(folder, save_last=True)]
+        options = {"callbacks": callbacks, "enable_checkpointing": True, "max_steps": -1, "max_epochs": epochs}
+        trainer_of(kind, folder, **options).fit(model, loader(), loader(), ckpt_path=checkpoint)
+        other = Regression(kind)
+        trainer_of(kind, folder).validate(other, loader(), ckpt_path=folder / "last.ckpt", verbose=False)
+        return weights_of(model), weights_of(other)
+
+
+def test_averages_that_a_callback_saves_in_the_place_of_weights_come_back(workers, tmp_path):
+    """Before: the weights themselves were saved, the average went on from them, and nothing was said."""
+    whole = {kind: workers(2).run(averages, kind, tmp_path / kind, 2)[0] for kind in (PLAIN, FAST)}
+    assert_same(whole[FAST], whole[PLAIN])
+    assert_same(*whole[FAST])
+    workers(2).run(averages, FAST, tmp_path / "halves", 1)
+    for ours in workers(2).run(averages, FAST, tmp_path / "halves", 2, tmp_path / "halves" / "last.ckpt"):
+        assert_same(ours, whole[FAST])
 
 
 # -- several optimizers ------------------------------------------------------------------------------------------------

@@ -155,13 +155,17 @@ class ShardStepStrategy(_DDPStrategy):
         if storage_options is not None:
             raise TypeError("storage_options are for a CheckpointIO, and every rank writes its part by itself here")
         module = self.lightning_module
-        added = checkpoint["state_dict"].keys() - module.state_dict().keys()
+        own = module.state_dict()
+        added = checkpoint["state_dict"].keys() - own.keys()
         if added:
             raise ValueError(
                 f"on_save_checkpoint has added {', '.join(sorted(added)[:5])} to 'state_dict', which is saved from the "
                 "module itself: put it under a key of its own in the checkpoint"
             )
         rest = {key: value for key, value in checkpoint.items() if key not in _SAVED_BY_US}
+        replaced = {key: value for key, value in checkpoint["state_dict"].items() if not _is_same(value, own[key])}
+        if replaced:  # by on_save_checkpoint: a callback that averages weights saves the averages in their place
+            rest["state_dict"] = replaced
         packed, failure = self.broadcast(_packed(rest) if self.is_global_zero else None)
         if failure:
             raise TypeError(f"what Lightning adds to the checkpoint cannot be saved: {failure}")
@@ -185,7 +189,8 @@ class ShardStepStrategy(_DDPStrategy):
         packed = io.BytesIO(extra[_REST].numpy().tobytes())
         rest: dict[str, Any] = torch.load(packed, weights_only=weights_only is not False, map_location="cpu")
         # They are in place. Weights for `on_load_checkpoint`, and what that makes of them is loaded as ever.
-        return {**rest, "state_dict": module.state_dict(), "optimizer_states": [{} for _ in self.optimizers]}
+        weights = {**module.state_dict(), **rest.get("state_dict", {})}
+        return {**rest, "state_dict": weights, "optimizer_states": [{} for _ in self.optimizers]}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._is_loaded:
@@ -241,6 +246,13 @@ def _is_folder(path: Any) -> bool:
 
 
 # -- what Lightning keeps beside ---------------------------------------------------------------------------------------
+
+
+def _is_same(value: Any, own: Any) -> bool:
+    """Whether it is what the module has; of what is no tensor nothing is known."""
+    if not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor):
+        return True
+    return (value.data_ptr() == own.data_ptr() and value.shape == own.shape) or torch.equal(value, own)
 
 
 def _packed(rest: Mapping[str, Any]) -> tuple[bytes, str]:
