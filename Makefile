@@ -3,17 +3,19 @@
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
 # make docs: the site, in site/.
+# make test-oldest, test-newest: the tests on the oldest and the newest torch and Python that are supported.
 # make test-frameworks: Accelerate, Hugging Face's Trainer, Lightning, Ray Train; frameworks installs them.
 # make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
 # Everything lives in .venv; nothing is installed twice.
 # Any Python from 3.10 on, 3.11 first because the pinned packages were tried with it; PYTHON=... chooses another.
-PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.10 python3 python,$(shell \
+first-python = $(firstword $(foreach name,$(1),$(shell \
 	$(name) -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $(name))))
+PYTHON ?= $(call first-python,python3.11 python3.12 python3.13 python3.10 python3 python)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-gpu fuzz test-third-party third-party-table frameworks test-frameworks check lint docs bench \
+.PHONY: demo test test-slow test-oldest test-newest test-gpu fuzz test-third-party third-party-table frameworks test-frameworks check lint docs bench \
 	bench-gpu clean
 
 demo: $(READY)
@@ -25,6 +27,30 @@ test: $(READY)
 # Checkpoints that are killed and damaged, the reshard matrix, conversions, and every example and block of code in the docs.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# The ends of what is supported: pyproject.toml's oldest torch with the oldest Python, and the newest of both. Each has an
+# environment of its own, of 5 GB: on Linux these builds of torch bring CUDA along.
+OLDEST_TORCH := 2.11.0
+NEWEST_TORCH := 2.15.0
+pyenv-python = $(wildcard $(HOME)/.pyenv/versions/$(1).*/bin/python$(1))
+OLDEST_PYTHON ?= $(call first-python,python3.10 $(call pyenv-python,3.10) $(PYTHON))
+NEWEST_PYTHON ?= $(call first-python,python3.14 python3.13 $(call pyenv-python,3.13) $(PYTHON))
+
+test-oldest: .torch-$(OLDEST_TORCH)/.ready
+	.torch-$(OLDEST_TORCH)/bin/python -m pytest -m "not slow" $(ARGS)
+
+test-newest: .torch-$(NEWEST_TORCH)/.ready
+	.torch-$(NEWEST_TORCH)/bin/python -m pytest -m "not slow" $(ARGS)
+
+.torch-$(OLDEST_TORCH)/.ready: WITH = $(OLDEST_PYTHON)
+.torch-$(NEWEST_TORCH)/.ready: WITH = $(NEWEST_PYTHON)
+.torch-%/.ready: requirements.txt pyproject.toml
+	rm -rf $(@D)
+	$(WITH) -m venv $(@D)
+	sed 's/^torch==.*/torch==$*/' requirements.txt >$(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --requirement $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
 
 # Three hundred random programs instead of thirty.
 fuzz: $(READY)
@@ -102,4 +128,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) $(THIRD_PARTY) $(FRAMEWORKS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .torch-* $(THIRD_PARTY) $(FRAMEWORKS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -3,8 +3,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from worker_pool import WorkerPool
+
+
+def pytest_report_header() -> str:
+    return f"torch {torch.__version__}"
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ _RULES = {
     "torch.optim.sgd.SGD": Rule.SGD,
     "lion_pytorch.lion_pytorch.Lion": Rule.LION,
 }
-# All that the constructors take, as of torch 2.11 and 2.13. An option that is not here was read by nobody.
+# All that the constructors take, as of torch 2.11 to 2.15. An option that is not here was read by nobody.
 _READ = {
     "params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable",
     "fused", "decoupled_weight_decay", "momentum", "dampening", "nesterov", "use_triton",
