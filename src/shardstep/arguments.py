@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardstep.memory.sharing import overlaps_itself, places_of, sharing
 from shardstep.planning import ParamSpec, read_specs
 
 
@@ -98,14 +98,36 @@ def check_parameters(
 
 def _check_memory(named: Sequence[tuple[ParamSpec, torch.Tensor]]) -> None:
     """Raise if two parameters share memory: two ranks would step the same elements, each its own way."""
-    ranges = sorted(
-        (str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, spec.name)
-        for spec, param in named
-        if param.nbytes and param.is_contiguous() and param.device.type != "meta"
-    )
-    for (device, _, stop, name), (other_device, start, _, other) in pairwise(ranges):
-        if device == other_device and start < stop:
-            raise ValueError(f"{name} and {other} share memory; a tied weight is one parameter and is given once")
+    # A frozen one may be so: it moves nowhere.
+    expanded = [spec.name for spec, param in named if param.requires_grad and overlaps_itself(param)]
+    if expanded:
+        raise ValueError(
+            f"{', '.join(expanded)}: several elements of a parameter share memory, because it was expanded, and no "
+            "optimizer can step them. Give it memory of its own: nn.Parameter(tensor.contiguous())"
+        )
+    for one, other in sharing(places_of((spec.name, param) for spec, param in named)):
+        raise ValueError(
+            f"{one.name} and {other.name} share memory; a tied weight is one parameter and is given once, and a part "
+            "of another parameter is taken from it in forward"
+        )
+
+
+def check_apart(param_groups: Sequence[dict[str, Any]], model: nn.Module) -> None:
+    """Raise if a buffer, or a parameter in no group, lies over a parameter that trains and so moves to other memory."""
+    named = zip(read_specs(param_groups), _tensors(param_groups), strict=True)
+    moves = places_of((spec.name, param) for spec, param in named if param.requires_grad)
+    given = set(_tensors(param_groups))
+    # A tensor of a class of its own may have its memory elsewhere, and raise where it is asked for it.
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if type(buffer) is torch.Tensor]
+    left_out = [(name, param) for name, param in model.named_parameters() if param not in given]
+    stay = places_of([*buffers, *left_out])
+    for one, other in sharing([*moves, *stay]):
+        moved, left = (one, other) if one in moves else (other, one)
+        if moved in moves and left in stay:
+            raise ValueError(
+                f"{left.name} lies in the memory of {moved.name}, which moves to other memory when it is sharded: "
+                f"{left.name} would no longer follow it. Compute it from {moved.name} in forward, or clone() it"
+            )
 
 
 def _tensors(param_groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:

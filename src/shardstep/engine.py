@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardstep.arguments import check_apart, check_parameters
 from shardstep.config import ShardConfig
 from shardstep.make_share import Recipe
 from shardstep.memory.arrival import Arrivals, Readers
@@ -146,6 +147,8 @@ class Engine(Planned):
             self._memory.adopt()
             if trainable != self._trainable:  # what was frozen may belong to another optimizer, too
                 check_unowned(groups, self._model)
+                check_parameters(groups, allow_mixed_dtypes=True)
+                check_apart(groups, self._model)
                 check_shapes(self._recipe.optimizer_class, groups, read_specs(groups, trainable))
         except Exception as error:
             return error

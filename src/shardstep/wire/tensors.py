@@ -46,7 +46,7 @@ def _broadcast_together(channel: Channel, parts: Sequence[tuple[torch.Tensor, Sp
     if len(parts) == 1 and first.is_contiguous():
         dist.broadcast(as_bytes(first.view(-1))[span.start : span.stop], group=channel.group, group_src=source)
         return
-    packed = torch.cat([as_bytes(tensor.reshape(-1))[span.start : span.stop] for tensor, span in parts])
+    packed = torch.cat([as_bytes(tensor.contiguous().view(-1))[span.start : span.stop] for tensor, span in parts])
     dist.broadcast(packed, group=channel.group, group_src=source)
     if channel.rank != source:
         sizes = [span.stop - span.start for _, span in parts]
@@ -58,9 +58,11 @@ def _write_bytes(tensor: torch.Tensor, start: int, values: torch.Tensor) -> None
     if tensor.is_contiguous():
         as_bytes(tensor.view(-1))[start : start + len(values)] = values
         return
-    flat = tensor.contiguous().view(-1)
+    flat = tensor.clone(memory_format=torch.contiguous_format).view(-1)
     as_bytes(flat)[start : start + len(values)] = values
-    tensor.copy_(flat.view(tensor.shape))
+    # Where it is expanded, all along a dim is the same memory, and torch refuses to write it more than once.
+    once = tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
+    tensor[once].copy_(flat.view(tensor.shape)[once])
 
 
 def send_tensors(channel: Channel, tensors: Sequence[torch.Tensor], to: int) -> None:
