@@ -2,7 +2,7 @@
 # make test-slow: the rest of them, of checkpoints, examples and docs.
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
-# make docs: the site, in site/.
+# make docs: the site, in site/.   make dist: a wheel and an sdist, in dist/; test-wheel tries the wheel elsewhere.
 # make test-oldest, test-newest: the tests on the oldest and the newest torch and Python that are supported.
 # make test-frameworks: Accelerate, Hugging Face's Trainer, Lightning, Ray Train; frameworks installs them.
 # make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
@@ -15,8 +15,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-oldest test-newest test-gpu fuzz test-third-party third-party-table frameworks test-frameworks check lint docs bench \
-	bench-gpu clean
+.PHONY: demo test test-slow test-oldest test-newest test-gpu fuzz test-third-party third-party-table frameworks \
+	test-frameworks dist test-wheel check lint docs bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
@@ -100,6 +100,18 @@ $(FRAMEWORKS)/.ready: requirements-frameworks.txt $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(FRAMEWORKS) --requirement requirements-frameworks.txt
 	touch $@
 
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+
+# As a user would: an environment with nothing of this folder, and what the wheel asks for, in the versions that are pinned.
+WHEEL := .wheel
+test-wheel: dist
+	rm -rf $(WHEEL)
+	$(BIN)/python -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m pip install --quiet --constraint requirements.txt "$$(ls dist/*.whl)[cli]"
+	SHARDSTEP_WHEEL=$(WHEEL) $(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+
 check: lint test test-slow
 
 lint: $(READY)
@@ -128,4 +140,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .torch-* $(THIRD_PARTY) $(FRAMEWORKS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .torch-* $(WHEEL) $(THIRD_PARTY) $(FRAMEWORKS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

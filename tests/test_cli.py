@@ -126,3 +126,24 @@ def test_a_whole_demo(tmp_path, optimizer):
     for picture in pictures:
         assert picture.parent == tmp_path / "new" / "folder"
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("line", "proposed"),
+    [
+        ("con", ["convert"]),
+        ("demo --model t", ["tiny"]),
+        ("demo --optimizer ", ["adamw", "muon"]),
+        ("convert --to s", ["safetensors"]),
+    ],
+)
+def test_a_shell_completes_commands_and_values(line, proposed):
+    words = f"shardstep {line}"
+    asked = {"_SHARDSTEP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner().invoke(app, [], prog_name="shardstep", env=asked)
+    assert result.output.split() == proposed
+
+
+def test_python_m_shardstep_is_the_command():
+    command = [sys.executable, "-m", "shardstep", "--version"]
+    assert subprocess.check_output(command, text=True, timeout=60) == f"shardstep {version('shardstep')}\n"

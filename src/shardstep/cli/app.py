@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from shardstep import __version__
+from shardstep.cli.completing import one_of
 from shardstep.cli.convert_command import convert_path
 from shardstep.cli.demo.exchange import Exchange
 from shardstep.cli.demo.launch import WorkerError, run_workers
@@ -20,7 +21,7 @@ from shardstep.cli.demo.settings import OPTIMIZERS, SIZES, Settings, find_proble
 from shardstep.cli.inspect_command import inspect_path
 from shardstep.cli.leaving import FAILED, INTERRUPTED, MISUSED, leave
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _print_version(wanted: bool) -> None:
@@ -53,9 +54,16 @@ def shardstep(
 def demo(
     ranks: Annotated[int, typer.Option(help="Processes to train on, all on this machine.")] = 2,
     steps: Annotated[int, typer.Option(help="Training steps of each of the three runs.")] = 120,
-    model: Annotated[str, typer.Option(metavar="|".join(SIZES), help="The size of the GPT.")] = "small",
+    model: Annotated[
+        str, typer.Option(metavar="|".join(SIZES), autocompletion=one_of(SIZES), help="The size of the GPT.")
+    ] = "small",
     optimizer: Annotated[
-        str, typer.Option(metavar="|".join(OPTIMIZERS), help="AdamW, or Muon for the matrices and AdamW for the rest.")
+        str,
+        typer.Option(
+            metavar="|".join(OPTIMIZERS),
+            autocompletion=one_of(OPTIMIZERS),
+            help="AdamW, or Muon for the matrices and AdamW for the rest.",
+        ),
     ] = "adamw",
     out: Annotated[Path, typer.Option(help="The folder that gets the pictures; made if missing.")] = Path(
         "shardstep-demo"

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from shardstep.cli.byte_progress import show_bytes
+from shardstep.cli.completing import one_of
 from shardstep.cli.demo.report import format_nbytes
 from shardstep.cli.leaving import FAILED, INTERRUPTED, MISUSED, leave
 
@@ -19,7 +20,12 @@ _MEGABYTE = 1_000_000
 def convert_path(
     src: Annotated[Path, typer.Argument(metavar="SRC", help="What to convert; its format is recognised.")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="Where it goes: a file or a folder, not there yet.")],
-    to: Annotated[str, typer.Option("--to", metavar="|".join(_FORMATS), help="The format that is wanted.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="|".join(_FORMATS), autocompletion=one_of(_FORMATS), help="The format that is wanted."
+        ),
+    ],
     force: Annotated[bool, typer.Option("--force", help="Replace what is at DST, when all is written.")] = False,
     names: Annotated[
         Path | None, typer.Option(help="Names of the parameters in the optimizer's order: lines, or a JSON list.")
