@@ -13,7 +13,9 @@ import pytest
 import shardstep
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif("SHARDSTEP_WHEEL" not in os.environ, reason="no wheel is installed; make test-wheel does")
+pytestmark = pytest.mark.skipif(
+    "SHARDSTEP_WHEEL" not in os.environ, reason="no wheel is installed; make test-wheel does"
+)
 
 
 def run_outside(folder: Path, *command: str, **more: str) -> str:
