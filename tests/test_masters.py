@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,11 +19,13 @@ from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch
 from shardstep import Layout, ShardConfig
 from shardstep.stepping.masters import MASTER
+from shardstep.stepping.rounding import COUNT
 from test_optimizer_surface import TwoFaced
 from training import assert_ranks_equal, raised
 
 BOTH_WAYS = pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
 SMALL = ShardConfig(bucket_mb=SMALL_BUCKETS)
+ROUNDED = ShardConfig(bucket_mb=SMALL_BUCKETS, master="stochastic")
 
 
 def loss_of(model: nn.Module, step: int) -> torch.Tensor:
@@ -200,6 +203,112 @@ def test_rounding_by_chance_does_not_depend_on_ranks_or_layout(workers):
         for values in workers(ranks).run(rounds_by_chance, layout, "overlap" if ranks == 2 else "wait")
     ]
     assert all(all(map(torch.equal, found[0], other)) for other in found)
+
+
+def rounded_model(optimizer_class: Any, options: dict[str, Any], config: ShardConfig = ROUNDED) -> tuple[Any, Any]:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(7, 33, bias=False), nn.Tanh(), nn.Linear(33, 5, bias=False)).bfloat16()
+    return model, shardstep.shard(model, optimizer_class, lr=1e-3, config=config, **options)
+
+
+def train_rounded(model: nn.Module, opt: Any, steps: range) -> None:
+    x = torch.linspace(-1, 1, 28).view(4, 7).bfloat16()
+    for step in steps:
+        model(x + step).float().square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def weights_of(model: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def goes_on_rounding(folder: Path, optimizer_class: Any, options: dict[str, Any]) -> list[torch.Tensor]:
+    """The weights of a run of ten steps; interrupted after five and loaded in three ways, they are the same."""
+    model, opt = rounded_model(optimizer_class, options)
+    train_rounded(model, opt, range(5))
+    shardstep.save(folder / f"at-{dist.get_world_size()}", model, opt)
+    opt.consolidate_state_dict(to=0)
+    whole = [copy.deepcopy((model.state_dict(), opt.state_dict()))] if dist.get_rank() == 0 else [None]
+    dist.broadcast_object_list(whole, src=0)
+    part = copy.deepcopy((model.state_dict(), opt.state_dict()))
+    train_rounded(model, opt, range(5, 10))
+    wanted = weights_of(model)
+    for weights, state in (whole[0], part):  # type: ignore[misc]
+        model, opt = rounded_model(optimizer_class, options)
+        model.load_state_dict(weights)
+        opt.load_state_dict(state)
+        train_rounded(model, opt, range(5, 10))
+        assert all(map(torch.equal, weights_of(model), wanted))
+    assert all(map(torch.equal, loads_rounded(folder, dist.get_world_size(), optimizer_class, options), wanted))
+    return wanted
+
+
+def loads_rounded(folder: Path, saved_at: int, optimizer_class: Any, options: dict[str, Any]) -> list[torch.Tensor]:
+    model, opt = rounded_model(optimizer_class, options)
+    shardstep.load(folder / f"at-{saved_at}", model, opt)
+    train_rounded(model, opt, range(5, 10))
+    return weights_of(model)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "options"),
+    [(optim.SGD, {}), (optim.SGD, {"momentum": 0.9}), (optim.Muon, {}), (optim.AdamW, {})],
+    ids=["sgd", "momentum", "muon", "adamw"],
+)
+def test_noise_began_anew_when_a_run_was_resumed(workers, tmp_path, optimizer_class, options):
+    given = (optimizer_class, options)
+    found = [one for ranks in (1, 2) for one in workers(ranks).run(goes_on_rounding, tmp_path, *given, timeout=60)]
+    for ranks, saved_at in ((1, 2), (2, 1)):
+        found += workers(ranks).run(loads_rounded, tmp_path, saved_at, *given, timeout=60)
+    assert all(all(map(torch.equal, found[0], other)) for other in found)
+
+
+def rounds_on(with_new_plan: bool) -> list[torch.Tensor]:
+    """Another group makes one, and everything is shared out anew."""
+    model, opt = rounded_model(optim.SGD, {})
+    train_rounded(model, opt, range(3))
+    if with_new_plan:
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(9).bfloat16())]})
+    train_rounded(model, opt, range(3, 6))
+    return weights_of(model)
+
+
+def test_noise_began_anew_with_a_new_plan(workers):
+    plain, replanned = (workers(2).run(rounds_on, new, timeout=30) for new in (False, True))
+    assert all(map(torch.equal, plain[0], replanned[0]))
+
+
+def loads_without_counts(folder: Path) -> None:
+    """As a checkpoint from before they were saved: noise begins with the first step's."""
+    model, opt = rounded_model(optim.SGD, {})
+    train_rounded(model, opt, range(3))
+    assert all(entry[COUNT].item() == 3 for entry in opt.state.values())
+    state = opt.state_dict()
+    for entry in state["state"].values():
+        entry.pop(COUNT, None)
+    fresh, other = rounded_model(optim.SGD, {})
+    fresh.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    assert not other.state
+    train_rounded(fresh, other, range(1))
+    assert all(entry[COUNT].item() == 1 for entry in other.state.values())
+    # With masters, and to a plain optimizer, counts are nothing: they stay behind.
+    shardstep.save(folder / "rounded", fresh, other)
+    wide, with_masters = rounded_model(optim.SGD, {}, ShardConfig())
+    shardstep.load(folder / "rounded", wide, with_masters)
+    assert all(COUNT not in entry for entry in with_masters.state.values())
+    with_masters.load_state_dict(other.state_dict())
+    train_rounded(wide, with_masters, range(1))
+    assert all(COUNT not in entry for entry in with_masters.state.values())
+    plain = nn.Sequential(nn.Linear(7, 33, bias=False), nn.Tanh(), nn.Linear(33, 5, bias=False)).bfloat16()
+    sgd = optim.SGD(plain.parameters(), lr=1e-3)
+    shardstep.load(folder / "rounded", plain, sgd)
+    assert not sgd.state
+
+
+def test_a_checkpoint_without_counts_of_noise_is_loaded_and_counts_go_to_nobody_else(workers, tmp_path):
+    workers(2).run(loads_without_counts, tmp_path, timeout=30)
 
 
 def refuses_to_round_halves() -> str:

@@ -71,7 +71,7 @@ def make_share(
         join=config.gradients == "shard",
         masters=masters,
         average=None if config.ema is None else Average(memory, config.ema, masters),
-        rounded=Rounded() if config.master == "stochastic" else None,
+        rounded=Rounded(memory) if config.master == "stochastic" else None,
         kernel=kernel,
     )
     return Made(share, together, streams)

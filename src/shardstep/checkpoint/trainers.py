@@ -40,6 +40,7 @@ from shardstep.state.wire_format import Reader
 from shardstep.stepping.average import AVERAGE
 from shardstep.stepping.local_optimizer import apart
 from shardstep.stepping.masters import MASTER, NARROW
+from shardstep.stepping.rounding import COUNT
 
 
 def trainer_of(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> Trainer:
@@ -259,7 +260,7 @@ class _Whole:
                 continue
             entry = values_of(contents, name)
             for key in contents.parameters[name].state:
-                if key in (MASTER, AVERAGE):
+                if key in (MASTER, AVERAGE, COUNT):
                     continue
                 stored = contents.tensors[state_key(name, key)]
                 if stored.shape and not mine(place):

@@ -17,9 +17,11 @@ from shardstep.convert.source import Group, Lazy, Source, SourceError, Trained, 
 from shardstep.convert.unpickling import load_torch_file
 from shardstep.stepping.average import AVERAGE
 from shardstep.stepping.masters import MASTER
+from shardstep.stepping.rounding import COUNT
 
 OURS = "shardstep"  # in a file that we wrote: what torch has no place for
-MASTERS, AVERAGES, OF_RANKS, CLASSES = "masters", "averages", "extra_of_ranks", "classes"
+OF_RANKS, CLASSES = "extra_of_ranks", "classes"
+BESIDE = {MASTER: "masters", AVERAGE: "averages", COUNT: "rounded"}  # of our state: by what it is called there
 _LIKELY = ("model", "model_state_dict", "state_dict", "module", "net", "weights")
 
 
@@ -143,7 +145,7 @@ def _take_optimizer(source: Source, optimizer: Mapping[str, Any], ours: Mapping[
         source.groups.append(Group(members, options, classes[number] if number < len(classes) else ""))
         for one in group["params"]:
             source.trained[named[one]] = _trained(source, named[one], state.get(one, {}))
-    for key, kind in ((MASTERS, MASTER), (AVERAGES, AVERAGE)):
+    for kind, key in BESIDE.items():
         for name, tensor in ours.get(key, {}).items():
             if name in source.trained:
                 source.trained[name].state[kind] = lazy(checked(tensor, f"{key} of {name}", source.path))

@@ -11,9 +11,9 @@ import torch
 
 from shardstep.checkpoint.folder import Found, checkpoints_in, checksum_problems, find, size_problems
 from shardstep.convert import from_shardstep
+from shardstep.convert.from_torch import BESIDE
 from shardstep.convert.recognise import Kind
 from shardstep.convert.source import Source
-from shardstep.convert.to_torch import BESIDE
 from shardstep.state.wire_format import encode
 
 Told = Callable[[int], None]

@@ -14,15 +14,12 @@ from typing import Any
 
 import torch
 
-from shardstep.convert.from_torch import AVERAGES, CLASSES, MASTERS, OF_RANKS, OURS
+from shardstep.convert.from_torch import BESIDE, CLASSES, OF_RANKS, OURS
 from shardstep.convert.source import Lazy, Source
 from shardstep.convert.target import Target, sync_file
-from shardstep.stepping.average import AVERAGE
-from shardstep.stepping.masters import MASTER
 
 Told = Callable[[int], None]
 _ALIGNMENT = 64
-BESIDE = {MASTER: MASTERS, AVERAGE: AVERAGES}
 
 
 def write(source: Source, target: Target, told: Told) -> None:
@@ -50,8 +47,8 @@ def _arranged(source: Source, place: _Places) -> dict[str, Any]:
 
 
 def _optimizer(source: Source, place: _Places, ours: dict[str, Any]) -> dict[str, Any]:
-    """The state_dict of torch's optimizer, with numbers. Masters and averages are none of its state: plain optimizers
-    would round the one and carry the other along, so both are beside it, by name."""
+    """The state_dict of torch's optimizer, with numbers. Masters, averages and counts of noise are none of its state:
+    plain optimizers would round the first and carry the others along, so they are beside it, by name."""
     numbers = {name: number for number, name in enumerate(name for group in source.groups for name in group.params)}
     state: dict[int, dict[str, Any]] = {}
     for name, number in numbers.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardstep.planning import Layout
+from shardstep.planning import Layout, Piece
 from shardstep.stepping.kernel import KernelPiece, KernelStep, Rule, is_available, rule_of, supports
 from shardstep.stepping.kernel.table import FLOATS
 from shardstep.stepping.local_optimizer import copy_options
@@ -26,8 +26,7 @@ class KernelRow:
     master: torch.Tensor | None
     gradient_dtype: torch.dtype
     group: int
-    param: int  # of the first piece, and where in it that begins: for noise
-    start: int
+    piece: Piece  # the first: for noise, and to count steps
 
 
 class ByKernel:
@@ -36,13 +35,22 @@ class ByKernel:
     def __init__(self, optimizer_class: Any, seed: int | None) -> None:
         self._rule, self.seed = rule_of(optimizer_class), seed
 
-    def build(self, rows: Sequence[Sequence[KernelRow]], state: dict[Any, Any], groups: Groups) -> None:
-        """`rows[k]` are those that are stepped together; `state` is the optimizer's own, by tensor."""
+    def build(
+        self,
+        rows: Sequence[Sequence[KernelRow]],
+        state: dict[Any, Any],
+        groups: Groups,
+        counts: dict[Piece, torch.Tensor],
+    ) -> None:
+        """`rows[k]` are those that are stepped together; `state` is the optimizer's own, by tensor.
+
+        `counts` are of steps, for classes that keep none in their state; they go on here.
+        """
         self._rows, self._state = rows, state
         self._groups: list[dict[str, Any]] = [{} for _ in groups]
         self._flags: list[Any] = []
         self._made: list[_Made | None] = [None] * len(rows)
-        self._counts: dict[torch.Tensor, torch.Tensor] = {}  # of classes that keep none in their state
+        self._counts = counts
         self.begin(groups)
 
     def begin(self, groups: Groups) -> None:
@@ -63,7 +71,7 @@ class ByKernel:
         rows, made = self._rows[number], self._made[number]
         present = {index for index, gradient in enumerate(gradients) if gradient is not None}
         if made is None or not present <= made.places.keys():
-            known = {index for index, row in enumerate(rows) if row.tensor in self._state or row.tensor in self._counts}
+            known = {index for index, row in enumerate(rows) if row.tensor in self._state or row.piece in self._counts}
             chosen = sorted(present | known)
             if not chosen:
                 return
@@ -88,8 +96,8 @@ class ByKernel:
             largest=largest,
             master=row.master,
             gradient_dtype=row.gradient_dtype,
-            param=row.param,
-            start=row.start,
+            param=row.piece.param,
+            start=row.piece.start,
         )
 
     def _moments(self, row: KernelRow) -> list[torch.Tensor | None]:
@@ -110,10 +118,10 @@ class ByKernel:
             entry = self._state.setdefault(row.tensor, {})
             if entry.get(name) is None:
                 if self._rule is Rule.SGD:  # the first gradient is its first momentum
-                    self._counts.pop(row.tensor, None)
+                    self._counts.pop(row.piece, None)
                 entry[name] = torch.zeros(row.tensor.shape, dtype=dtype, device=stepped.device)
             elif self._rule is Rule.SGD:
-                self._counts.setdefault(row.tensor, torch.ones((), dtype=torch.float32, device=stepped.device))
+                self._counts.setdefault(row.piece, torch.ones((), dtype=torch.float32, device=stepped.device))
             found.append(entry[name])
         return found
 
@@ -121,7 +129,9 @@ class ByKernel:
         """Of steps, on the device: in the state, if the class has it there."""
         device = row.values.device
         if self._rule is not Rule.ADAM:
-            return self._counts.setdefault(row.tensor, torch.zeros((), dtype=torch.float32, device=device))
+            own = self._counts.get(row.piece, 0.0)
+            self._counts[row.piece] = torch.as_tensor(own, dtype=torch.float32, device=device)
+            return self._counts[row.piece]
         entry = self._state.setdefault(row.tensor, {})
         count = torch.as_tensor(entry.get("step", 0.0), dtype=torch.float32, device=device)
         entry["step"] = count if count is entry.get("step") else count.clone()

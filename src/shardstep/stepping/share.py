@@ -10,7 +10,7 @@ kernels round differently at the end of a tensor: fused ones on the CPU, and tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_i
 from shardstep.stepping.local_optimizer import build, is_of_torch
 from shardstep.stepping.masters import NARROW, Masters
 from shardstep.stepping.parts import PartedOptimizer, placeholder, takes_scaling
-from shardstep.stepping.rounding import Rounded
+from shardstep.stepping.rounding import Rounded, without_counts
 from shardstep.stepping.scaling import Scaling
 from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 from shardstep.stepping.slots import Slot
@@ -73,7 +73,7 @@ class LocalShare:
         self._plan, self._memory, self._layouts, self._together = plan, memory, layouts, together
         self.masters, self.average = masters, average
         self._rounded, self._kernel = rounded, kernel
-        self.slots: list[Slot] = [slot for slot in (masters, average) if slot is not None]
+        self.slots: list[Slot] = [slot for slot in (masters, average, rounded) if slot is not None]
         self._join = join and is_of_torch(optimizer_class)
         self.runs: list[tuple[Run, ...]] = []  # by bucket
         self.parked: dict[Piece, Entry] = {}  # state of frozen parameters
@@ -95,7 +95,7 @@ class LocalShare:
     ) -> Prepared:
         """What `build` makes, without taking it: the class may refuse its options or its parameters, and then this
         share is what it was."""
-        rest = dict(entries)
+        rest = dict(entries) if self._rounded is not None else without_counts(entries)
         entries.clear()
         own: list[dict[Piece, torch.Tensor]] = []
         for slot in self.slots:
@@ -124,7 +124,8 @@ class LocalShare:
         for slot, own in zip(self.slots, made.own, strict=True):
             slot.fill(own)
         if self._kernel is not None:
-            self._kernel.build(self._kernel_rows(), self.local.state, param_groups)
+            counts = {} if self._rounded is None else self._rounded.counts
+            self._kernel.build(self._kernel_rows(), self.local.state, param_groups, counts)
 
     def _find_runs(self, param_groups: ParamGroups, rest: Mapping[Piece, Entry]) -> list[tuple[Run, ...]]:
         """By bucket; `rest` is the state by which pieces can be told apart."""
@@ -152,7 +153,7 @@ class LocalShare:
         # Whether it has a gradient now or not: of fp16 with masters they are kept in fp32 (memory/shards.py).
         wide = master is not None and values.dtype is torch.float16
         dtype = torch.float32 if wide else values.dtype
-        return KernelRow(tensor, values, master, dtype, self._group_of(first), first.param, first.start)
+        return KernelRow(tensor, values, master, dtype, self._group_of(first), first)
 
     def _own(self, run: Run, bucket: int) -> torch.Tensor:
         """The parameters' own memory, flat."""
@@ -261,20 +262,21 @@ class LocalShare:
     def _step_parts(self, group: int, gradients: Sequence[torch.Tensor | None], scaling: Scaling | None) -> None:
         buckets = self._together[group]
         assert self._parted is not None, "built"
-        with nullcontext() if self._rounded is None else self._lent(self._rounded, buckets):
-            tensors = [tensor for bucket in buckets for tensor in self._tensors[bucket]]
+        tensors = [tensor for bucket in buckets for tensor in self._tensors[bucket]]
+        stepped = {tensor for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
+        with nullcontext() if self._rounded is None else self._lent(self._rounded, buckets, stepped):
             self._parted.step(group, list(map(_like, gradients, tensors)), scaling)
         if self.masters is not None:
             self.masters.write(buckets)
 
     @contextmanager
-    def _lent(self, rounded: Rounded, buckets: Iterable[int]) -> Iterator[None]:
-        """Inside, what is rounded by chance has its values in float32."""
+    def _lent(self, rounded: Rounded, buckets: Iterable[int], chosen: Collection[torch.Tensor]) -> Iterator[None]:
+        """Inside, those of the `chosen` that are rounded by chance have their values in float32."""
         rows = [
             (run, tensor, self._own(run, bucket))
             for bucket in buckets
             for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
-            if self._memory.buckets[bucket].values.dtype is torch.bfloat16
+            if self._memory.buckets[bucket].values.dtype is torch.bfloat16 and tensor in chosen
         ]
         for _, tensor, own in rows:
             rounded.lend(tensor, own)
@@ -292,7 +294,8 @@ class LocalShare:
             self.masters.follow()
         assert self._parted is not None, "built"
         self._parted.begin(param_groups)
-        with nullcontext() if self._rounded is None else self._lent(self._rounded, range(len(self.runs))):
+        everything = {tensor for row in self._tensors for tensor in row}
+        with nullcontext() if self._rounded is None else self._lent(self._rounded, range(len(self.runs)), everything):
             self._parted.switch(mode)
         self._parted.end(param_groups)
         if self.masters is not None:
