@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardstep
 from as_collectives import by_collectives
-from fast_lane_training import Matrices, Net, batch, loss_of
+from fast_lane_training import Matrices, Net, assert_trains_like_ddp, batch, loss_of
 from shardstep import ShardConfig
 from training import assert_ranks_equal, raised
 
@@ -218,3 +218,48 @@ def knows_its_keys() -> None:
 
 def test_an_optimizer_that_checks_its_groups_keys_is_not_given_others(workers):
     workers(2).run(knows_its_keys)
+
+
+class LooksUp(nn.Module):
+    def __init__(self, max_norm: float | None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(9, 5, max_norm=max_norm)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x.abs().mul(10).long() % 9))
+
+
+def scales_rows_in_forward() -> None:
+    model = LooksUp(0.5)
+    if dist.get_world_size() == 1:
+        assert_trains_like_ddp(lambda: LooksUp(0.5))
+        return
+    text = raised(lambda: shardstep.shard(model, optim.SGD, lr=0.1))[1]
+    assert "table is built with max_norm=0.5" in text
+    assert "weight.renorm_(2.0, 0, 0.5)" in text
+    model.table.requires_grad_(False)  # then it is the same row whoever scales it, and how often
+    opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    loss_of(model, batch(0)).backward()
+    opt.step()
+    opt.zero_grad()
+    model.table.requires_grad_(True)
+    loss_of(model, batch(1)).backward()
+    assert "table is built with max_norm=0.5" in raised(opt.step)[1]
+    opt.close()
+    model = LooksUp(None)
+    opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    for step in range(3):
+        loss_of(model, batch(step)).backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            model.table.weight.renorm_(2.0, 0, 0.5)
+    assert model.table.weight.norm(dim=1).max() < 0.5001
+    assert_ranks_equal(list(model.parameters()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_that_one_rank_looked_up_were_scaled_in_part(workers, ranks):
+    workers(ranks).run(scales_rows_in_forward, timeout=30)

@@ -209,6 +209,22 @@ def check_model(model: Any) -> None:
         )
 
 
+def check_lookups(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:
+    """Raise for an embedding whose forward writes to its weight: each rank would write to other rows than the others.
+
+    Of a row that is cut, one part would be scaled and the other not.
+    """
+    trained = {param for param in _tensors(param_groups) if param.requires_grad}
+    tables = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    for name, table in tables:
+        if table.max_norm is not None and table.weight in trained:
+            raise ValueError(
+                f"{name or type(model).__name__} is built with max_norm={table.max_norm}: its forward scales the rows "
+                "that this rank looks up, and the ranks' weights part. Build it with max_norm=None, and after each "
+                f"step, on all ranks: with torch.no_grad(): weight.renorm_({table.norm_type}, 0, {table.max_norm})"
+            )
+
+
 def parameters_of(model: Any) -> list[torch.Tensor]:
     """Of whatever was passed as a model: what has no parameters, or none with values, is refused on all ranks later."""
     params = list(model.parameters()) if isinstance(model, nn.Module) else []

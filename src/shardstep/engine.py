@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardstep.arguments import check_apart, check_parameters
+from shardstep.arguments import check_apart, check_lookups, check_parameters
 from shardstep.config import ShardConfig
 from shardstep.make_share import Recipe
 from shardstep.memory.arrival import Arrivals, Readers
@@ -149,6 +149,8 @@ class Engine(Planned):
                 check_unowned(groups, self._model)
                 check_parameters(groups, allow_mixed_dtypes=True)
                 check_apart(groups, self._model)
+                if self.channel.world_size > 1:
+                    check_lookups(self._model, groups)
                 check_shapes(self._recipe.optimizer_class, groups, read_specs(groups, trainable))
         except Exception as error:
             return error

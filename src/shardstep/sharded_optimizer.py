@@ -15,7 +15,15 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardstep.arguments import check_apart, check_model, check_parameters, parameters_of, read_group, read_groups
+from shardstep.arguments import (
+    check_apart,
+    check_lookups,
+    check_model,
+    check_parameters,
+    parameters_of,
+    read_group,
+    read_groups,
+)
 from shardstep.config import ShardConfig
 from shardstep.engine import Engine
 from shardstep.gradient_surface import GradientSurface
@@ -133,6 +141,8 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
             check_stepped(self._model, self._left_out)
         check_parameters(chosen, allow_mixed_dtypes=True)
         check_apart(chosen, self._model)
+        if self._channel.world_size > 1:
+            check_lookups(self._model, chosen)
         check_unowned(chosen, self._model)
         if self._config.master == "stochastic":
             check_can_be_rounded(chosen)
