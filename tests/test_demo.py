@@ -13,6 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from shardstep.amounts import format_nbytes
 from shardstep.cli.demo.corpus import draw_batches, load_corpus
 from shardstep.cli.demo.exchange import Exchange, Tick
 from shardstep.cli.demo.gpt import GPT, GPTConfig, next_token_loss
@@ -20,7 +21,7 @@ from shardstep.cli.demo.launch import WorkerError, describe_failure, run_workers
 from shardstep.cli.demo.make_text import PATH, make_text
 from shardstep.cli.demo.picture import draw_memory, draw_step, write_pictures
 from shardstep.cli.demo.progress import show_progress
-from shardstep.cli.demo.report import format_nbytes, make_table, summarise
+from shardstep.cli.demo.report import make_table, summarise
 from shardstep.cli.demo.result import RankMemory, Result, Run
 from shardstep.cli.demo.settings import OPTIMIZERS, Settings
 from shardstep.cli.demo.worker import difference, read_loopback_counter

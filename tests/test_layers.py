@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
-ORDER = ["planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "owners", "report",
-         "make_share", "step_in_backward", "planned", "engine", "gradient_calls", "gradient_surface", "state_surface",
-         "uneven_inputs", "sharded_optimizer",
+ORDER = ["amounts", "planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "owners",
+         "report", "make_share", "step_in_backward", "planned", "engine", "gradient_calls", "gradient_surface",
+         "state_surface", "uneven_inputs", "sharded_optimizer",
          "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook", "checkpoint", "convert",
          "integrations", "cli", "__main__"]  # fmt: skip
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

@@ -1,4 +1,4 @@
-"""The wheel, in an environment that has nothing else of this repository, from a folder outside it: `make test-wheel`."""
+"""The wheel in an environment that has nothing else of this repository, from a folder outside it: `make test-wheel`."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardstep.amounts import format_nbytes
 from shardstep.gradients.sharded import Gradients
 from shardstep.memory.flat import FlatMemory
 from shardstep.planning import Layout
@@ -20,7 +21,6 @@ from shardstep.wire.records import open_poll
 from shardstep.wire.watch import Covered, Watch
 
 MOST_RANKS = 8  # with a line of their own
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,10 +230,3 @@ def _format_seconds(seconds: float) -> str:
 
 def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def format_nbytes(nbytes: float) -> str:
-    for factor, unit in UNITS:
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes:.0f} B"

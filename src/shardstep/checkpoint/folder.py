@@ -124,7 +124,7 @@ def make_folder(folder: Path) -> None:
     missing = [one for one in (folder, *folder.parents) if not one.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for made in missing:
-        sync_folder(made.parent)
+        sync(made.parent)
 
 
 def _sweep(folder: Path) -> None:
@@ -161,7 +161,7 @@ def _was_written_lately(partial: Path) -> bool:
 
 def commit(partial: Path, path: Path, token: str) -> None:
     """Everything is written: give it its name."""
-    sync_folder(partial)
+    sync(partial)
     _check_replaceable(path)  # again: writing takes a while
     aside = _named(path, _ASIDE, token)
     if path.exists():
@@ -172,15 +172,15 @@ def commit(partial: Path, path: Path, token: str) -> None:
         if aside.exists():
             aside.rename(path)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
     for old, name in _ours(path.parent, _ASIDE):
         if name == path:
             remove(old, path)
 
 
-def sync_folder(folder: Path) -> None:
-    """Names are durable when their folder is."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file durable, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

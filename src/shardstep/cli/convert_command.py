@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from shardstep.amounts import format_nbytes
 from shardstep.cli.byte_progress import show_bytes
 from shardstep.cli.completing import one_of
-from shardstep.cli.demo.report import format_nbytes
 from shardstep.cli.leaving import FAILED, INTERRUPTED, MISUSED, leave
 
 _FORMATS = ("torch", "dcp", "safetensors")

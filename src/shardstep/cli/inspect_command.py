@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from shardstep.amounts import format_nbytes
 from shardstep.cli.byte_progress import show_bytes
-from shardstep.cli.demo.report import format_count, format_nbytes
+from shardstep.cli.demo.report import format_count
 from shardstep.cli.leaving import FAILED, MISUSED, leave
 
 if TYPE_CHECKING:

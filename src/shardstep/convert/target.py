@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardstep.checkpoint.folder import converted_of, sync_folder
+from shardstep.checkpoint.folder import converted_of, sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def writing(path: Path, *, force: bool) -> Iterator[Target]:
 
 def _take_name(target: Target) -> None:
     if target.partial.is_dir():
-        sync_folder(target.partial)
+        sync(target.partial)
     aside = target.path.parent / f".{target.path.name}.replaced-{target.token}"
     if target.path.exists() or target.path.is_symlink():
         target.path.rename(aside)
@@ -59,7 +58,7 @@ def _take_name(target: Target) -> None:
         if aside.exists() or aside.is_symlink():
             aside.rename(target.path)
         raise
-    sync_folder(target.path.parent)
+    sync(target.path.parent)
     _remove(aside)
 
 
@@ -68,11 +67,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

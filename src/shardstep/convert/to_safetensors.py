@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from shardstep.checkpoint.contents import STATE
+from shardstep.checkpoint.folder import sync
 from shardstep.convert.source import Lazy, Source, SourceError
-from shardstep.convert.target import Target, sync_file
+from shardstep.convert.target import Target
 
 Told = Callable[[int], None]
 DTYPES = {
@@ -49,7 +50,7 @@ def write(source: Source, target: Target, told: Told, *, with_state: bool, shard
     total = sum(tensor.nbytes for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (target.partial / INDEX).write_text(json.dumps(index, indent=2))
-    sync_file(target.partial / INDEX)
+    sync(target.partial / INDEX)
 
 
 def left_out(source: Source, *, with_state: bool) -> list[str]:
@@ -117,4 +118,4 @@ def _write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, 
                 values = tensors[key].read().reshape(-1).view(torch.uint8)
                 file.write(values.numpy().data)
                 told(tensors[key].nbytes)
-    sync_file(path)
+    sync(path)

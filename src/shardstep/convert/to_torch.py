@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from shardstep.checkpoint.folder import sync
 from shardstep.convert.from_torch import BESIDE, CLASSES, OF_RANKS, OURS
 from shardstep.convert.source import Lazy, Source
-from shardstep.convert.target import Target, sync_file
+from shardstep.convert.target import Target
 
 Told = Callable[[int], None]
 _ALIGNMENT = 64
@@ -31,7 +32,7 @@ def write(source: Source, target: Target, told: Told) -> None:
             torch.save(arranged, target.partial)
     finally:
         spool.unlink(missing_ok=True)
-    sync_file(target.partial)
+    sync(target.partial)
 
 
 def _arranged(source: Source, place: _Places) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from shardstep.cli.demo.report import UNITS, format_count, format_nbytes
+from shardstep.amounts import UNITS, format_nbytes
+from shardstep.cli.demo.report import format_count
 from shardstep.cli.demo.result import RankMemory, Result
 
 # Paul Tol's "bright" palette, which colour-blind readers can tell apart; with each, the colour of a number on it.

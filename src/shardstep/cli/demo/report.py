@@ -5,12 +5,12 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
+from shardstep.amounts import format_nbytes
 from shardstep.cli.demo.result import Result, Run
 
 # Beyond this many ranks the table shows the largest only: one line per rank would fill the screen.
 MAX_RANKS_LISTED = 4
 _WHY_NOT_EQUAL = "(Sums of three or more ranks' gradients depend on their order, and on a GPU a step rounds otherwise.)"
-UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def make_table(result: Result) -> Table:
@@ -57,13 +57,6 @@ def largest(run: Run, what: str) -> int:
 
 def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def format_nbytes(nbytes: float) -> str:
-    for factor, unit in UNITS:
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def _ranks_listed(result: Result) -> list[tuple[str, range]]:
