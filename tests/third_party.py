@@ -96,6 +96,11 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     return torch.stack(terms).sum()
 
 
+def is_of_torch_optim(kind: type[Optimizer]) -> bool:
+    """Of the package itself too: that is where torch says that its Muon and its Adafactor are."""
+    return f"{kind.__module__}.".startswith("torch.optim.")
+
+
 def classes_of(package: str) -> dict[str, type[Optimizer]]:
     """The optimizers that a package shows, by the name under which it does."""
     module = importlib.import_module(package)
@@ -104,13 +109,13 @@ def classes_of(package: str) -> dict[str, type[Optimizer]]:
         for name, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer and name[0] != "_"
         # Some show torch's own as well.
-        if value.__module__.startswith("torch.optim.") == (package == "torch.optim")
+        if is_of_torch_optim(value) == (package == "torch.optim")
     }
     return dict(sorted(shown.items()))
 
 
 def options_of(kind: type[Optimizer]) -> dict[str, Any]:
-    if kind.__module__.startswith("torch.optim."):
+    if is_of_torch_optim(kind):
         return {"lr": 1e-2}
     return OPTIONS.get(qualified_name(kind), OPTIONS.get(kind.__name__, {}))
 
