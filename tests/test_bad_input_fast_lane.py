@@ -263,3 +263,9 @@ def scales_rows_in_forward() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_that_one_rank_looked_up_were_scaled_in_part(workers, ranks):
     workers(ranks).run(scales_rows_in_forward, timeout=30)
+
+
+@pytest.mark.parametrize("config", [{"gather": "overlap"}, {}, "overlap"], ids=["dict", "empty dict", "text"])
+def test_a_config_that_is_no_config_is_refused(config):
+    with pytest.raises(TypeError, match=r"config must be a ShardConfig, got .*shardstep\.ShardConfig\(\.\.\.\)"):
+        shardstep.shard(nn.Linear(2, 2), optim.SGD, config=config, lr=0.1)

@@ -306,7 +306,7 @@ def test_a_trainer_that_would_train_without_shards_is_refused(workers, tmp_path)
 
 
 def test_the_program_in_the_documentation_runs(tmp_path):
-    assert torchrun(documented("Hugging Face Trainer", tmp_path), ranks=2, folder=tmp_path).count("\nloss ") == 2
+    assert torchrun(documented("Hugging Face Trainer", tmp_path), ranks=2, folder=tmp_path).count("loss ") == 1
     assert (tmp_path / "trainer-run" / "checkpoint-20" / "shardstep" / "manifest.json").is_file()
 
 

@@ -80,7 +80,9 @@ def shard(
     bf16 and fp16 parameters are stepped by fp32 masters. These begin with what the parameters are; or with the values
     in `masters_from`, which is the model's state_dict() from before it was made 16-bit, or such a model.
     """
-    config = config or ShardConfig()
+    config = ShardConfig() if config is None else config
+    if not isinstance(config, ShardConfig):
+        raise TypeError(f"config must be a ShardConfig, got {config!r}; write shardstep.ShardConfig(...)")
     return ShardedOptimizer(model, optimizer_class, groups, process_group, config, defaults, masters_from)
 
 

@@ -38,7 +38,7 @@ def shardstep(
 ) -> None:
     """One copy of the optimizer state in a data-parallel PyTorch job, instead of one per rank.
 
-    See it at work on this machine, in about a minute:
+    See it at work on this machine, in a minute or two:
 
         shardstep demo
 
@@ -74,7 +74,7 @@ def demo(
     All start from the same weights and see the same text, and take turns. At the end a table says whether the
     parameters are equal, how much optimizer state and gradients each rank keeps, how many bytes it sends and how long a
     step takes; one picture shows the memory of every rank, another what a step costs. Runs on GPUs where there are
-    some, else on the CPU: in about a minute and a half on two cores.
+    some, else on the CPU: in a minute or two on two cores.
 
     \b
         shardstep demo

@@ -36,7 +36,10 @@ def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
             f"pass torch.optim.{type(optimizer_class).__name__} and its options as keyword arguments"
         )
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        raise TypeError(f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}")
+        raise TypeError(
+            f"optimizer_class must be a subclass of torch.optim.Optimizer, got {optimizer_class!r}; "
+            "pass the class itself, as torch.optim.AdamW, and its options as keyword arguments"
+        )
     for coupled, reason in _COUPLED:
         if issubclass(optimizer_class, coupled) and world_size > 1:
             raise ValueError(

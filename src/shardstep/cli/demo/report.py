@@ -68,7 +68,7 @@ def _ranks_listed(result: Result) -> list[tuple[str, range]]:
 def _describe_counter(result: Result) -> str:
     if result.plain.sent_per_rank_and_step is None:
         return "sent: this system has no loopback counter to read"
-    return "sent: the loopback counter, so all programs' bytes"
+    return "sent: counted on the loopback interface, with what other programs send"
 
 
 def _format_sent(run: Run) -> str:
