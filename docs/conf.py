@@ -39,7 +39,7 @@ def _stay_inside(app: Any, name: str, source: list[str]) -> None:
             return f"[{text}](index.md)"
         if path.startswith("benchmarks/results/") and path.endswith(".md"):
             return f"[{text}](results/{Path(path).name}{'#' + anchor if anchor else ''})"
-        return f"{text} (`{path}`)"
+        return text if text.strip("`") == path else f"{text} (`{path}`)"
 
     source[0] = _LINK.sub(replace, source[0])
 

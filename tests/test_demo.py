@@ -153,7 +153,7 @@ def printed(result: Result) -> str:
 
 def test_table_shows_all_runs():
     rows = {row[0]: row[1:] for row in (re.split(r"  +", line.strip()) for line in printed(make_result()).splitlines())}
-    assert rows["loss, last step"] == ["2.000000"] * 3
+    assert rows["mean loss, last step"] == ["2.000000"] * 3
     assert rows["final parameters"] == ["equal bits"] * 2
     assert rows["optimizer state, rank 0"] == rows["optimizer state, rank 1"] == ["8.0 MB", "4.0 MB", "4.0 MB"]
     assert rows["gradients, rank 1"] == ["4.0 MB", "4.0 MB", "2.0 MB"]
@@ -209,7 +209,7 @@ def test_progress_without_a_terminal_is_four_lines_per_run():
                 on_tick(Tick(run, step, 1.0))
     lines = console.file.getvalue().splitlines()
     assert len(lines) == 12
-    assert lines[-1] == "shard(): step 200 of 200, loss 1.000"
+    assert lines[-1] == "shard(): step 200 of 200, loss of rank 0: 1.000"
 
 
 def test_progress_on_a_terminal_is_a_bar():
@@ -218,7 +218,7 @@ def test_progress_on_a_terminal_is_a_bar():
         on_tick(Tick(PLAIN, 1, 4.0))
         on_tick(Tick(PLAIN, 2, 3.0))
     assert "2/2" in console.file.getvalue()
-    assert "loss 3.000" in console.file.getvalue()
+    assert "loss of rank 0: 3.000" in console.file.getvalue()
 
 
 # When a rank fails, or the reader has seen enough

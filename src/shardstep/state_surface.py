@@ -36,7 +36,7 @@ class StateSurface(Optimizer):
 
     @property
     def state(self) -> Any:
-        """This rank's state by parameter: flat, the elements it holds, in order. To look at: writing to it raises."""
+        """By parameter, the elements of the state that this rank holds, flat and in order. Writing to it raises."""
         shown = shown_state(self._engine.share.entries(), params_of(self.param_groups))
         if not shown and sys._getframe(1).f_code is _init_optim_state.__code__:
             raise RuntimeError(

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from shardstep.checkpoint.folder import find, is_checkpoint
-from shardstep.checkpoint.manifest import CONTENTS, MANIFEST
+from shardstep.checkpoint.manifest import CONTENTS, MANIFEST, METADATA
 
 
 class Kind(Enum):
@@ -28,6 +28,7 @@ class Kind(Enum):
         return "`shardstep convert {path} DST --to dcp` makes a checkpoint of it that shardstep.load reads"
 
 
+_OUR_FILES = (MANIFEST, CONTENTS, METADATA)
 _DEEPSPEED_FILES = ("mp_rank_*_model_states.pt", "zero_pp_rank_*_states.pt", "*_optim_states.pt")
 
 
@@ -39,6 +40,8 @@ def recognise(path: Path) -> Kind:
         if find(path)[0]:  # one that a save had put aside when it was killed
             return Kind.SHARDSTEP
         raise FileNotFoundError(f"there is nothing at {path}")
+    if is_checkpoint(path.parent) and (path.name in _OUR_FILES or path.suffix == ".distcp"):
+        raise ValueError(f"{path} is a file of a checkpoint of shardstep: give its folder, {path.parent}")
     with path.open("rb") as file:
         start = file.read(16)
     if start[:4] == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
@@ -47,7 +50,10 @@ def recognise(path: Path) -> Kind:
         return Kind.SAFETENSORS
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
         return Kind.SAFETENSORS
-    raise ValueError(f"{path} is neither a file of torch.save nor safetensors: it begins with {start[:8]!r}")
+    raise ValueError(
+        f"{path} is neither a file of torch.save nor safetensors: it begins with {start[:8]!r}. "
+        "Give a checkpoint's folder, a folder of checkpoints, or a file of one of these formats"
+    )
 
 
 def _folder(path: Path) -> Kind:

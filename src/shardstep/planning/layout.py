@@ -11,13 +11,16 @@ from shardstep.planning.spec import ParamSpec
 
 
 class Layout(Enum):
-    """How finely a parameter may be cut."""
+    """How finely a parameter may be cut.
 
-    WHOLE = (
-        "whole"  # never: for optimizers that look at a whole matrix, and for torch's ZeroRedundancyOptimizer contract
-    )
-    FLAT = "flat"  # anywhere: equal ranges, for optimizers that treat every element alone
-    AUTO = "auto"  # a wish, not a layout: the finest that is known to be exact; stepping/known.py chooses
+    `WHOLE`: never, for optimizers that look at a whole matrix (Muon, Adafactor), and for the drop-in.
+    `FLAT`: anywhere, into equal ranges, for optimizers that treat every element alone (AdamW, SGD).
+    `AUTO`: a wish, and not a layout: the finest that is known to be exact for the class.
+    """
+
+    WHOLE = "whole"
+    FLAT = "flat"
+    AUTO = "auto"  # stepping/known.py chooses
 
 
 def deal_whole(specs: Sequence[ParamSpec], world_size: int) -> list[tuple[int, int]]:

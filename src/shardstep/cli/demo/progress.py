@@ -26,7 +26,7 @@ def show_progress(runs: tuple[str, ...], steps: int, console: Console) -> Iterat
             if tick.step == 1:
                 # The clock starts now: the time left must not count the wait for the ranks, or for the other run.
                 bars.reset(tasks[tick.run])
-            bars.update(tasks[tick.run], completed=tick.step, loss=f"loss {tick.loss:.3f}")
+            bars.update(tasks[tick.run], completed=tick.step, loss=f"loss of rank 0: {tick.loss:.3f}")
 
         yield draw
 
@@ -53,5 +53,7 @@ class PlainLines:
         done, done_before = (step * LINES_PER_RUN // self._steps for step in (tick.step, tick.step - 1))
         if done > done_before:
             self._console.print(
-                f"{tick.run}: step {tick.step} of {self._steps}, loss {tick.loss:.3f}", highlight=False, soft_wrap=True
+                f"{tick.run}: step {tick.step} of {self._steps}, loss of rank 0: {tick.loss:.3f}",
+                highlight=False,
+                soft_wrap=True,
             )

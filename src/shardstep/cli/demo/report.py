@@ -19,8 +19,8 @@ def make_table(result: Result) -> Table:
     table.add_column("")
     for run in runs:
         table.add_column(run.name, justify="right")
-    table.add_row("loss, first step", *(f"{run.losses[0]:.6f}" for run in runs))
-    table.add_row("loss, last step", *(f"{run.losses[-1]:.6f}" for run in runs))
+    table.add_row("mean loss, first step", *(f"{run.losses[0]:.6f}" for run in runs))
+    table.add_row("mean loss, last step", *(f"{run.losses[-1]:.6f}" for run in runs))
     table.add_row("final parameters", "", *(describe_equality(run) for run in runs[1:]), end_section=True)
     for what in ("optimizer_state", "gradients"):
         for label, ranks in _ranks_listed(result):
