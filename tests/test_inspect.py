@@ -149,7 +149,9 @@ def test_a_file_of_a_checkpoint_is_told_its_folder(run):
     for name in ("manifest.json", ".metadata", "__0_0.distcp"):
         result = invoke("inspect", run / "step-20" / name)
         assert result.exit_code == 2
-        assert f"is a file of a checkpoint of shardstep: give its folder, {run}/step-20" in result.output.replace("\n", " ")
+        assert f"is a file of a checkpoint of shardstep: give its folder, {run}/step-20" in result.output.replace(
+            "\n", " "
+        )
 
 
 # -- convert -----------------------------------------------------------------------------------------------------------
