@@ -5,6 +5,7 @@
 # make docs: the site, in site/.   make dist: a wheel and an sdist, in dist/; test-wheel tries the wheel elsewhere.
 # make test-oldest, test-newest: the tests on the oldest and the newest torch and Python that are supported.
 # make test-frameworks: Accelerate, Hugging Face's Trainer, Lightning, Ray Train; frameworks installs them.
+# make test-kernel: the kernels, in Triton's interpreter.
 # make fuzz: many random programs against the plain optimizer.   make check: formatting, lint, types, then the tests.
 # Everything lives in .venv; nothing is installed twice.
 # Any Python from 3.10 on, 3.11 first because the pinned packages were tried with it; PYTHON=... chooses another.
@@ -15,18 +16,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-oldest test-newest test-gpu fuzz test-third-party third-party-table frameworks \
+.PHONY: demo test test-slow test-oldest test-newest test-gpu test-kernel fuzz test-third-party third-party-table frameworks \
 	test-frameworks dist test-wheel check lint docs bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
 
+# Files side by side in two processes: ranks wait for each other half of their time. PARALLEL= runs one after the other.
+PARALLEL ?= -n 2 --dist loadfile
+
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(ARGS)
 
 # Checkpoints that are killed and damaged, the reshard matrix, conversions, and every example and block of code in the docs.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow $(PARALLEL) $(ARGS)
 
 # The ends of what is supported: pyproject.toml's oldest torch with the oldest Python, and the newest of both. Each has an
 # environment of its own, of 5 GB: on Linux these builds of torch bring CUDA along.
@@ -37,10 +41,10 @@ OLDEST_PYTHON ?= $(call first-python,python3.10 $(call pyenv-python,3.10) $(PYTH
 NEWEST_PYTHON ?= $(call first-python,python3.14 python3.13 $(call pyenv-python,3.13) $(PYTHON))
 
 test-oldest: .torch-$(OLDEST_TORCH)/.ready
-	.torch-$(OLDEST_TORCH)/bin/python -m pytest -m "not slow" $(ARGS)
+	.torch-$(OLDEST_TORCH)/bin/python -m pytest -m "not slow" $(PARALLEL) $(ARGS)
 
 test-newest: .torch-$(NEWEST_TORCH)/.ready
-	.torch-$(NEWEST_TORCH)/bin/python -m pytest -m "not slow" $(ARGS)
+	.torch-$(NEWEST_TORCH)/bin/python -m pytest -m "not slow" $(PARALLEL) $(ARGS)
 
 .torch-$(OLDEST_TORCH)/.ready: WITH = $(OLDEST_PYTHON)
 .torch-$(NEWEST_TORCH)/.ready: WITH = $(NEWEST_PYTHON)
@@ -52,6 +56,18 @@ test-newest: .torch-$(NEWEST_TORCH)/.ready
 	$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+# Where torch has brought no Triton. It goes beside .venv, so that all other tests run as they do without it.
+KERNEL := .kernel
+test-kernel: $(KERNEL)/.ready
+	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest tests/test_kernel.py $(ARGS)
+
+$(KERNEL)/.ready: requirements-kernel.txt $(READY)
+	rm -rf $(KERNEL)
+	mkdir $(KERNEL)
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps --target $(KERNEL) \
+		--requirement requirements-kernel.txt
+	touch $@
+
 # Three hundred random programs instead of thirty.
 fuzz: $(READY)
 	SHARDSTEP_FUZZ=300 $(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
@@ -59,7 +75,7 @@ fuzz: $(READY)
 # Nothing is installed for it: the interpreter with CUDA has what it needs, and its torch is not the one that is pinned.
 GPU_PYTHON ?= python3
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=src $(GPU_PYTHON) tests/run_gpu.py $(ARGS)
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
@@ -112,7 +128,7 @@ test-wheel: dist
 	$(WHEEL)/bin/python -m pip install --quiet --constraint requirements.txt "$$(ls dist/*.whl)[cli]"
 	SHARDSTEP_WHEEL=$(WHEEL) $(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
 
-check: lint test test-slow
+check: lint test test-slow test-kernel
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -140,4 +156,4 @@ $(READY): requirements.txt pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .torch-* $(WHEEL) $(THIRD_PARTY) $(FRAMEWORKS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .torch-* $(WHEEL) $(KERNEL) $(THIRD_PARTY) $(FRAMEWORKS) $(DOCS) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -52,10 +52,13 @@ class Way:
     muon: bool = False
     rate: float = LEARNING_RATE  # AdamW's
     rounded: bool = False  # begin with weights that were rounded to bf16
+    wire: str | None = None
+    reduce_dtype: torch.dtype | None = None
 
     def optimizer(self, model: GPT) -> shardstep.ShardedOptimizer:
         """ValueError if this shardstep has no such `master`."""
-        config = shardstep.ShardConfig(master=self.master)  # type: ignore[arg-type]
+        wire: Any = self.wire
+        config = shardstep.ShardConfig(master=self.master, wire=wire, reduce_dtype=self.reduce_dtype)  # type: ignore[arg-type]
         if not self.muon:
             return shardstep.shard(model, torch.optim.AdamW, config=config, lr=self.rate)
         groups = [
@@ -85,22 +88,21 @@ def rate_at(step: int, steps: int) -> float:
     return LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * done)) / 2
 
 
-def make_model(corpus: Corpus, size: Size) -> GPT:
-    torch.manual_seed(SEED)
+def make_model(corpus: Corpus, size: Size, seed: int = SEED) -> GPT:
+    torch.manual_seed(seed)
     vocab = len(corpus.characters)
     return GPT(GPTConfig(vocab=vocab, block=size.block, layers=size.layers, heads=size.heads, width=size.width))
 
 
-def train(name: str, corpus: Corpus, size: Size, steps: int) -> list[float]:
+def train(name: str, way: Way, corpus: Corpus, size: Size, steps: int, seed: int = SEED) -> list[float]:
     """Of every step: the training loss, mean over the ranks. The same weights and batches for every contender."""
-    way = WAYS[name]
-    model = make_model(corpus, size)
+    model = make_model(corpus, size, seed)
     if way.rounded:
         model.to(BF16)
     model.to(way.dtype)
     optimizer = way.optimizer(model)
     schedule = LambdaLR(optimizer, lambda step: rate_at(step, steps))
-    batches = draw_batches(corpus, batch=size.batch, block=size.block, seed=SEED + 1 + dist.get_rank())
+    batches = draw_batches(corpus, batch=size.batch, block=size.block, seed=seed + 1 + dist.get_rank())
     losses: list[float] = []
     for step in range(1, steps + 1):
         tokens, targets = next(batches)
@@ -140,7 +142,7 @@ def main() -> None:
             left_out.append(name)
             say(f"{name}: left out; {error}")
             continue
-        runs[name] = train(name, corpus, size, arguments.steps)
+        runs[name] = train(name, way, corpus, size, arguments.steps)
     numel = sum(parameter.numel() for parameter in make_model(corpus, size).parameters())
     result: dict[str, Any] = {"ranks": dist.get_world_size(), "size": asdict(size), "parameters": numel}
     if dist.get_rank() == 0:

@@ -47,13 +47,13 @@ class Launch:
 
 @contextmanager
 def side_by_side() -> Iterator[dict[str, str]]:
-    """The service while inside, and the variables by which a process finds it; none where it is not installed.
+    """The service while inside, and the variables by which a process finds it; none where it is not installed, or runs.
 
     Without it processes that share a GPU take turns on it, and a collective, which needs all of them at once, costs
     milliseconds however small it is.
     """
     control = shutil.which(SERVICE)
-    if control is None:
+    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:  # whoever has set that has started it
         yield {}
         return
     with ExitStack() as folders:

@@ -81,9 +81,9 @@ def tasks_in(results: Sequence[Result]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{result['title']}, {task['task']}", task
 
 
-def ratios_in(task: dict[str, Any]) -> list[Ratio]:
+def ratios_in(task: dict[str, Any], ratios: Sequence[Ratio] = RATIOS) -> list[Ratio]:
     """Those of which both have been measured."""
-    return [one for one in RATIOS if {one.ours, one.base} <= task["step_seconds"].keys()]
+    return [one for one in ratios if {one.ours, one.base} <= task["step_seconds"].keys()]
 
 
 def steps_grid(results: Sequence[Result]) -> Grid:
@@ -109,10 +109,10 @@ def steps_grid(results: Sequence[Result]) -> Grid:
     return Grid("Steps", note, ("", "contender", "ms", "host ms", "peak MB", "loss"), tuple(rows), labels=2)
 
 
-def ratios_grid(results: Sequence[Result]) -> Grid:
+def ratios_grid(results: Sequence[Result], ratios: Sequence[Ratio] = RATIOS) -> Grid:
     rows = []
     for title, task in tasks_in(results):
-        for one in ratios_in(task):
+        for one in ratios_in(task, ratios):
             peaks = [task["contenders"][name]["peak"] for name in (one.ours, one.base)]
             wanted = "for information" if one.limit is None else f"at most {one.limit:.2f}"
             spread = ratio(task, one.ours, one.base).cells()
@@ -121,9 +121,9 @@ def ratios_grid(results: Sequence[Result]) -> Grid:
     return Grid("Ratios", "Within a round; below 1 shardstep is faster.", columns, tuple(rows), labels=2)
 
 
-def targets(results: Sequence[Result]) -> Iterator[Target]:
+def targets(results: Sequence[Result], ratios: Sequence[Ratio] = RATIOS) -> Iterator[Target]:
     for title, task in tasks_in(results):
-        for one in ratios_in(task):
+        for one in ratios_in(task, ratios):
             if one.limit is not None:
                 measured = ratio(task, one.ours, one.base).median
                 yield Target(f"{one.ours} / {one.base}, {title}", one.limit, measured)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,10 @@ def build(rank: Rank, task: Reading, name: str, make: Make) -> tuple[Contender, 
     return contender, rank.device.peak() - before, loss
 
 
-def build_all(rank: Rank, task: Reading) -> tuple[list[Contender], dict[str, Any], list[str]]:
+def build_all(
+    rank: Rank, task: Reading, makes: Mapping[str, Make]
+) -> tuple[list[Contender], dict[str, Any], list[str]]:
     """All that can be built, what is known of each, and those that failed on a rank, with the reason."""
-    makes = ONE_RANK if rank.peers.count == 1 else SEVERAL_RANKS
     contenders: list[Contender] = []
     known: dict[str, Any] = {}
     left_out: list[str] = []
@@ -100,7 +102,7 @@ def build_all(rank: Rank, task: Reading) -> tuple[list[Contender], dict[str, Any
 
 def measure_task(rank: Rank, task: Reading, rounds: int) -> dict[str, Any]:
     """As gpu_worker.py measures its own."""
-    contenders, known, left_out = build_all(rank, task)
+    contenders, known, left_out = build_all(rank, task, ONE_RANK if rank.peers.count == 1 else SEVERAL_RANKS)
     steps: Times = {contender.name: [] for contender in contenders}
     hosts: Times = {contender.name: [] for contender in contenders}
     for turn in range(rounds):

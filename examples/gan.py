@@ -9,6 +9,7 @@ through the discriminator, whose gradients from it are not wanted and dropped.
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 
 import torch
@@ -34,16 +35,26 @@ def real_points(generator: torch.Generator) -> torch.Tensor:
     return torch.stack([angle.cos(), angle.sin()], dim=1)
 
 
+def open_device() -> torch.device:
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    dist.init_process_group("nccl")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
 def train(model: Gan, of_generator: torch.optim.Optimizer, of_discriminator: torch.optim.Optimizer, steps: int) -> None:
     score = nn.functional.binary_cross_entropy_with_logits
+    device = next(model.parameters()).device
     random = torch.Generator().manual_seed(dist.get_rank())  # every rank its own points
-    ones, zeros = torch.ones(BATCH, 1), torch.zeros(BATCH, 1)
+    ones, zeros = torch.ones(BATCH, 1, device=device), torch.zeros(BATCH, 1, device=device)
     for step in range(steps):
-        noise = torch.randn(BATCH, NOISE, generator=random)
+        noise = torch.randn(BATCH, NOISE, generator=random).to(device)
+        real = real_points(random).to(device)
         fake = model.generator(noise)
-        loss_d = score(model.discriminator(real_points(random)), ones) + score(
-            model.discriminator(fake.detach()), zeros
-        )
+        loss_d = score(model.discriminator(real), ones) + score(model.discriminator(fake.detach()), zeros)
         loss_d.backward()
         of_discriminator.step()
         of_discriminator.zero_grad()
@@ -62,9 +73,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--smoke", action="store_true", help="a few steps, to see that it runs")
     steps = 10 if parser.parse_args().smoke else 2000
-    dist.init_process_group("gloo")
+    device = open_device()
     torch.manual_seed(0)
-    model = Gan()
+    model = Gan().to(device)
     of_generator = shardstep.shard(model, torch.optim.Adam, groups=[{"params": "generator.*"}], lr=1e-3)
     of_discriminator = shardstep.shard(model, torch.optim.Adam, groups=[{"params": "discriminator.*"}], lr=1e-3)
     train(model, of_generator, of_discriminator, steps)

@@ -143,7 +143,9 @@ def read_reference(folder: Path, shapes: dict[str, torch.Size]) -> Reference:
         whole = state.setdefault(name, {})
         for key, value in entry.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.numel() == stop - start:
-                flat = whole.setdefault(key, torch.full([shapes[name].numel()], torch.nan, dtype=value.dtype))
+                flat = whole.setdefault(
+                    key, torch.full([shapes[name].numel()], torch.nan, dtype=value.dtype, device="cpu")
+                )
                 flat[start:stop] = in_memory_order(value)
             else:
                 whole[key] = value

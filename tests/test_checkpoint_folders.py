@@ -321,3 +321,124 @@ def test_a_program_that_ends_without_another_call_has_its_last_save(tmp_path):
     program = PROGRAM.replace("(1000, 1000)", "(10**7, 10**7)")
     subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
     shardstep.load(tmp_path / "a", nn.Linear(300, 300))
+
+
+# -- what is not the checkpoint's ------------------------------------------------------------------------------------
+
+
+def refused(action: Any) -> str:
+    kind, text = raised(action)
+    assert kind == "ValueError", f"{kind}: {text}"
+    return text
+
+
+def saves_inside_a_checkpoint(folder: str) -> list[str]:
+    """A GAN whose second network is saved in the folder of the first, in every way that leads there."""
+    model, opt = small()
+    run = Path(folder)
+    first = dist.get_rank() == 0
+    shardstep.save(run / "last", model, opt, extra={"n": 1})
+    if first:
+        (run / "link").symlink_to("last")
+    dist.barrier()
+    ways = ("last/disc", "last/new/disc", "link/disc", "last/new/../disc")
+    texts = [refused(lambda way=way: shardstep.save(run / way, model, opt)) for way in ways]
+    texts.append(refused(lambda: shardstep.save(run / "last/disc", model, opt, asynchronous=True)))
+    shardstep.save(run / "last/../disc", model, opt, extra={"n": 2})  # which is beside it
+    shardstep.save(run / "last", model, opt, extra={"n": 3})
+    assert shardstep.load(run / "last", model, opt)["n"] == 3
+    assert shardstep.load(run / "disc", model, opt)["n"] == 2
+    return texts
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_inside_a_checkpoint_was_removed_by_the_next_save_of_that(workers, tmp_path, ranks):
+    for texts in workers(ranks).run(saves_inside_a_checkpoint, str(tmp_path), timeout=60):
+        for text in texts:
+            assert f"lies inside the checkpoint {tmp_path / 'last'}" in text
+            assert "last-disc" in text, "it says where to save instead"
+    assert names(tmp_path) == ["disc", "last", "link"]
+
+
+def saves_over_notes(folder: str) -> list[str]:
+    model, opt = small()
+    last, first = Path(folder) / "last", dist.get_rank() == 0
+    shardstep.save(last, model, opt, extra={"n": 1})
+    if first:
+        (last / "notes.txt").write_text("mine")
+        (last / "plots").mkdir()
+    dist.barrier()
+    texts = [refused(lambda: shardstep.save(last, model, opt, extra={"n": 2}))]
+    texts.append(refused(lambda: shardstep.save(last, model, opt, extra={"n": 2}, asynchronous=True)))
+    assert shardstep.load(last, model, opt)["n"] == 1
+    shardstep.save(last.with_name("next"), model, opt, keep=1)  # which would have removed it
+    assert shardstep.load(last, model, opt)["n"] == 1
+    dist.barrier()
+    if first:
+        (last / "notes.txt").unlink()
+        (last / "plots").rmdir()
+    dist.barrier()
+    shardstep.save(last, model, opt, extra={"n": 2}, keep=1)
+    assert shardstep.load(last, model, opt)["n"] == 2
+    return texts
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_users_own_files_in_a_checkpoint_were_removed_by_a_save_of_its_name(workers, tmp_path, ranks):
+    for texts in workers(ranks).run(saves_over_notes, str(tmp_path), timeout=60):
+        assert all("notes.txt, plots" in text for text in texts), texts
+    assert names(tmp_path) == ["last"]
+
+
+def test_files_that_come_while_a_save_writes_stay_with_the_checkpoint_that_they_lie_in(tmp_path):
+    model, opt = small()
+    last = tmp_path / "last"
+    shardstep.save(last, model, opt, extra={"n": 1})
+    sealed = folders.sync
+
+    def noted(path: Path) -> None:
+        (last / "notes.txt").write_text("mine")
+        sealed(path)
+
+    with mock.patch.object(folders, "sync", noted), pytest.raises(ValueError, match=r"notes\.txt"):
+        shardstep.save(last, model, opt, extra={"n": 2})
+    assert names(tmp_path) == ["last"]
+    assert (last / "notes.txt").read_text() == "mine"
+    assert shardstep.load(last, model, opt)["n"] == 1
+
+
+def test_other_files_in_a_checkpoint_with_a_damaged_manifest_are_not_removed_with_it(tmp_path):
+    model, opt = small()
+    last = tmp_path / "last"
+    shardstep.save(last, model, opt)
+    manifest = last / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+    (last / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"notes\.txt"):
+        shardstep.save(last, model, opt)
+    (last / "notes.txt").unlink()
+    shardstep.save(last, model, opt, extra={"n": 2})
+    assert shardstep.load(last, model, opt)["n"] == 2
+
+
+def saves_where_no_folder_can_be(folder: str) -> list[str]:
+    model, opt = small()
+    run = Path(folder)
+    if dist.get_rank() == 0:
+        (run / "file").write_text("mine")
+        (run / "gone").symlink_to("nowhere")
+    dist.barrier()
+    return [
+        refused(lambda way=way: shardstep.save(run / way, model, opt)) for way in ("file", "gone", "file/a", "gone/a")
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_save_over_a_file_or_a_link_that_leads_nowhere_says_what_to_do(workers, tmp_path, ranks):
+    for texts in workers(ranks).run(saves_where_no_folder_can_be, str(tmp_path), timeout=60):
+        words = ["is a file", "is a link that leads nowhere", "is a file", "is a link that leads nowhere"]
+        for text, expected in zip(texts, words, strict=True):
+            assert expected in text
+            assert "give" in text
+    assert names(tmp_path) == ["file", "gone"]
+    assert (tmp_path / "file").read_text() == "mine"

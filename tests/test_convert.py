@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,8 @@ from torch.distributed.fsdp import fully_shard
 import shardstep
 from checkpointing import ADAMW, KINDS, Blocks, Odd, train
 from converting import loaded, same, state_by_name, to, trained
+from shardstep.convert import from_dcp
+from shardstep.convert.source import SourceError
 from shardstep.convert.target import writing
 from shardstep.stepping.masters import MASTER
 
@@ -110,6 +114,133 @@ def test_every_form_of_a_torch_file_is_read(tmp_path, form):
     same({name: dict(entry) for name, entry in expected.items()}, state_by_name(other, again))
     assert dict(extra) == ({} if form == "two files" else {"epoch": 3})
     assert again.param_groups[0]["lr"] == ADAMW["lr"]
+
+
+def lightning_file(model: nn.Module, *optimizers: optim.Optimizer) -> dict[str, Any]:
+    """What Lightning's DDP strategy saves."""
+    return {
+        "epoch": 1,
+        "global_step": 2,
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": model.state_dict(),
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
+        "callbacks": {},
+        "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
+        "lr_schedulers": [],
+        "best": None,
+    }
+
+
+def by_name(file: dict[str, Any]) -> dict[str, Any]:
+    """Named dicts of optimizers, as other trainers have."""
+    return {**file, "optimizer_states": {"AdamW": file["optimizer_states"][0], "version": 3}}
+
+
+@pytest.mark.parametrize("form", ["in a list", "in a dict"])
+def test_of_a_file_of_lightnings_ddp_the_optimizers_state_was_dropped_without_a_word(tmp_path, form):
+    model, opt = trained()
+    file = lightning_file(model, opt)
+    file = by_name(file) if form == "in a dict" else file
+    torch.save(file, tmp_path / "last.ckpt")
+    to("dcp", tmp_path / "last.ckpt", tmp_path / "made")
+    other, again, extra = loaded(tmp_path / "made")
+    same(dict(model.state_dict()), dict(other.state_dict()))
+    same(state_by_name(model, opt), state_by_name(other, again))
+    assert again.param_groups[0]["lr"] == ADAMW["lr"]
+    rest = {key: value for key, value in file.items() if key not in ("state_dict", "optimizer_states")}
+    same({**rest, "optimizer_states": {"version": 3}} if form == "in a dict" else rest, dict(extra))
+
+
+def test_a_file_of_lightning_with_two_optimizers_is_refused_by_their_places(tmp_path):
+    model, opt = trained()
+    torch.save(lightning_file(model, opt, opt), tmp_path / "last.ckpt")
+    with pytest.raises(SourceError, match=r"2 optimizers \(optimizer_states\[0\], optimizer_states\[1\]\)"):
+        to("dcp", tmp_path / "last.ckpt", tmp_path / "made")
+    torch.save(lightning_file(model), tmp_path / "last.ckpt")  # of a model that trains nothing
+    to("dcp", tmp_path / "last.ckpt", tmp_path / "made")
+    assert shardstep.load(tmp_path / "made", Odd(9))["optimizer_states"] == []
+
+
+def test_an_optimizer_further_down_in_a_file_is_not_passed_over_without_a_word(tmp_path):
+    model, opt = trained()
+    state = opt.state_dict()
+    torch.save({"model": model.state_dict(), "trainer": {"steps": [{"opt": state}]}}, tmp_path / "deep.pt")
+    done = to("dcp", tmp_path / "deep.pt", tmp_path / "made")
+    assert "trainer['steps'][0]['opt'] looks like an optimizer's state: it is kept in extra" in done.notes
+    torch.save({"model": model.state_dict(), "optimizer": state, "swa": [copy.deepcopy(state)]}, tmp_path / "two.pt")
+    done = to("dcp", tmp_path / "two.pt", tmp_path / "again")
+    assert any("swa[0]" in note for note in done.notes)
+    other, again, _ = loaded(tmp_path / "again")
+    same(state_by_name(model, opt), state_by_name(other, again))
+
+
+class Remembers(nn.Module):
+    """Has a state beside tensors, with tensors in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 3)
+        self.kept: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["app", "model", "bare"])
+def test_tensors_in_an_extra_state_that_torch_stores_item_by_item_became_weights(tmp_path, form):
+    model, opt = trained(model=Remembers())
+    model.kept = {"scale": torch.ones(2), "steps": 3, "history": [torch.zeros(1), {"a": torch.ones(1)}]}
+    whole = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, opt)}
+    source = {"app": {"app": whole}, "model": whole, "bare": model.state_dict()}[form]
+    dcp.save(source, checkpoint_id=tmp_path / "source", no_dist=True)
+    reversed_keys(tmp_path / "source")
+    to("dcp", tmp_path / "source", tmp_path / "made")
+    other = Remembers()
+    if form == "bare":
+        assert shardstep.load(tmp_path / "made", other) == {}
+    else:
+        loaded(tmp_path / "made", model=other)
+    same(model.kept, other.kept)
+    same(dict(model.layer.state_dict()), dict(other.layer.state_dict()))
+
+
+# -- lists in DCP ------------------------------------------------------------------------------------------------------
+
+
+def reversed_keys(folder: Path) -> None:
+    """As if the last rank had been the first to say what it wrote."""
+    description = folder / ".metadata"
+    metadata = pickle.loads(description.read_bytes())
+    entries = metadata.state_dict_metadata
+    metadata.state_dict_metadata = {key: entries[key] for key in reversed(list(entries))}
+    description.write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("flat", [False, True])
+def test_lists_whose_items_came_in_another_order_became_dicts(tmp_path, flat):
+    """torch stores a list with tensors in it item by item."""
+    model, opt = trained()
+    betas = [torch.tensor(0.9), torch.tensor(0.99)]
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, opt, options=options)}
+    for group in [state["optim"]] if flat else state["optim"]["param_groups"]:
+        group |= {key: list(betas) for key in group if key.split(".")[-1] == "betas"}
+    extra = {"history": [torch.ones(2) * n for n in range(12)], "nested": [[torch.zeros(1), 1], {"a": torch.ones(1)}]}
+    dcp.save({**state, **extra}, checkpoint_id=tmp_path / "made", no_dist=True)
+    reversed_keys(tmp_path / "made")
+    source = from_dcp.read(tmp_path / "made")
+    same(extra, source.extra)
+    assert len(source.groups) == 1
+    same(betas, source.groups[0].options["betas"])
+    assert sorted(source.groups[0].params) == sorted(name for name, _ in model.named_parameters())
 
 
 def zero_saves(folder: str) -> None:

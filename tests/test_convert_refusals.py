@@ -318,3 +318,13 @@ def test_inspecting_runs_no_code_either(tmp_path, mark):
     summary = inspect_checkpoint(find(shardstep_block(tmp_path, mark))[0][0])
     assert summary.tensors == 2
     assert not mark.exists()
+
+
+def test_a_conversion_into_a_checkpoint_is_refused_as_the_next_save_there_would_remove_it(tmp_path):
+    model, opt = trained()
+    shardstep.save(tmp_path / "last", model, opt)
+    for kind, name in (("torch", "all.pt"), ("dcp", "again")):
+        for force in (False, True):
+            with pytest.raises(ValueError, match="lies inside the checkpoint"):
+                to(kind, tmp_path / "last", tmp_path / "last" / name, force=force)
+    shardstep.save(tmp_path / "last", model, opt)

@@ -133,6 +133,47 @@ def test_a_bucket_is_spread_over_the_ranks_that_hold_its_shapes():
     assert by_cost <= by_elements
 
 
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6])
+def test_rows_of_same_shaped_matrices_make_equal_ranges_and_cost_no_balance(world_size, batched):
+    """Twelve layers: every rank gets as many of each shape, and no bucket is larger than it may be."""
+    specs, cost = simple(*GPT2), muon_cost("cuda", batched=batched)
+    costs = [cost.of(spec) for spec in specs]
+    plan = make_plan(
+        specs, Layout.WHOLE, world_size=world_size, bucket_numel=16_000_000, alignment=16, costs=costs,
+        order=range(len(specs))[::-1],
+    )  # fmt: skip
+    assert len(set(loads(plan, costs))) == len(set(plan.held())) == 1
+    assert all(bucket.ranges.are_even and bucket.numel <= 16_000_000 for bucket in plan.buckets)
+    shapes = [sorted(specs[piece.param].shape for piece in plan.pieces_of(rank)) for rank in range(world_size)]
+    assert all(one == shapes[0] for one in shapes)
+
+
+def test_rows_by_hand():
+    """Five of one shape over two ranks: two rows, and one that is left over; what lies last is in the first bucket."""
+    specs = simple(*[(4, 4)] * 5)
+    plan = make_plan(specs, Layout.WHOLE, world_size=2, bucket_numel=32, order=range(5)[::-1], costs=[7] * 5)
+    assert [[segment.param for segment in bucket.segments] for bucket in plan.buckets] == [[4, 3], [2, 1], [0]]
+    assert [bucket.ranges.are_even for bucket in plan.buckets] == [True, True, False]
+    assert [bucket.splits for bucket in plan.buckets] == [(16, 16), (16, 16), (16, 0)]
+
+
+def test_rows_are_not_dealt_where_they_cost_balance():
+    """One of 6 and two of 3: with a 3 on each rank, one of two ranks would have 9."""
+    costs = [6, 3, 3]
+    plan = make_plan(simple((6, 1), (3, 1), (3, 1)), Layout.WHOLE, world_size=2, costs=costs)
+    assert loads(plan, costs) == [6, 6]
+
+
+@settings(deadline=None)
+@given(spec_lists(), st.integers(2, 5), st.integers(1, 60))
+def test_no_bucket_of_several_parameters_is_larger_than_it_may_be(specs, world_size, bucket_numel):
+    costs = [spec.numel for spec in specs]
+    plan = make_plan(specs, Layout.WHOLE, world_size=world_size, bucket_numel=bucket_numel, costs=costs)
+    assert find_problems(plan) == []
+    assert all(bucket.numel <= bucket_numel or len(bucket.segments) == 1 for bucket in plan.buckets)
+
+
 def test_ten_thousand_parameters_over_1024_ranks_are_dealt_by_cost_in_less_than_a_second():
     specs = [ParamSpec(f"p{i}", (1 + i * 7919 % 3001, 64), "float32", "cpu:0", i % 3) for i in range(10_000)]
     costs = muon_costs(specs, "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import shardstep
+from as_collectives import by_collectives
 from fast_lane_training import (
     SMALL_BUCKETS,
     Breaks,
@@ -317,7 +319,7 @@ def test_after_a_backward_that_raised_the_next_step_works(workers, everywhere):
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-def clips(norm_type: float, gradients: Any) -> None:
+def clips(norm_type: Any, gradients: Any) -> None:
     model = Matrices()  # torch has no infinity norm of a parameter without elements
     ddp = DistributedDataParallel(copy.deepcopy(model))
     plain = optim.AdamW(ddp.parameters(), lr=0.05)
@@ -328,7 +330,7 @@ def clips(norm_type: float, gradients: Any) -> None:
         loss_of(model, batch(step)).backward()
         norms = opt.grad_norms(norm_type)
         for name, param in ddp.module.named_parameters():
-            expected = torch.linalg.vector_norm(param.grad, norm_type).item() if param.numel() else 0.0
+            expected = torch.linalg.vector_norm(param.grad, float(norm_type)).item() if param.numel() else 0.0
             assert norms[name] == pytest.approx(expected, rel=1e-5), name
         theirs = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1, norm_type)
         ours = opt.clip_grad_norm_(0.1, norm_type)
@@ -344,6 +346,26 @@ def clips(norm_type: float, gradients: Any) -> None:
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping(workers, norm_type, gradients):
     workers(2).run(clips, norm_type, gradients)
+
+
+def clips_by_odd_norms(collectives: bool) -> None:
+    with by_collectives() if collectives else nullcontext():
+        clips("inf", "shard")
+        clips(0, "shard")
+        opt = shardstep.shard(model := Matrices(), optim.SGD, lr=0.05)
+    loss_of(model, batch(0)).backward()
+    for order in (-1.0, float("-inf"), float("nan")):
+        for call in (lambda order=order: opt.clip_grad_norm_(1.0, order), lambda order=order: opt.grad_norms(order)):
+            kind, text = raised(call)
+            assert kind == "ValueError"
+            assert "norm_type must be 0, a positive number or inf" in text
+    opt.step()
+
+
+@pytest.mark.parametrize("collectives", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_clipping_by_the_norm_of_order_0_divided_by_zero(workers, ranks, collectives):
+    workers(ranks).run(clips_by_odd_norms, collectives, timeout=60)
 
 
 def clips_values(gradients: Any) -> None:
@@ -446,8 +468,15 @@ def forgets_to_sync() -> None:
     kind, text = raised(opt.step)
     assert kind == "RuntimeError"
     assert "never reduced" in text
+    assert f"and of {len(list(model.parameters())) - 1} other parameters" in text
     loss_of(model, batch(1)).backward()
     opt.step()  # both passes count
+    opt.zero_grad()
+    single = nn.Linear(7, 3, bias=False)
+    opt = shardstep.shard(single, optim.SGD, lr=0.05)
+    with opt.no_sync():
+        loss_of(single, batch(0)).backward()
+    assert "the gradients of weight were never reduced" in raised(opt.step)[1]  # and not of "0 other parameters"
 
 
 def test_gradients_that_were_never_reduced_are_not_silently_dropped(workers):

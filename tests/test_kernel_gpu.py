@@ -47,12 +47,12 @@ def options(**changes: Any) -> list[dict[str, Any]]:
 def no_waiting() -> Iterator[None]:
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode itself is a prototype
+        warnings.simplefilter("ignore")  # that the mode itself is a prototype: said whenever it is set
         torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("way", [{"foreach": False}, {"foreach": True}, {"fused": True}, {"capturable": True}], ids=str)

@@ -75,7 +75,7 @@ def test_only_the_wire_sends_messages():
 def test_nothing_above_the_wire_asks_which_backend_it_has():
     for path in FILES:
         if path.relative_to(SOURCE).parts[0] not in ("wire", "cli"):
-            text = path.read_text()
+            text = path.read_text().replace("torch._dynamo.backends", "")  # the compiler's
             assert not any(word in text for word in ("backends", '"gloo"', '"nccl"', "takes_many_messages")), path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -134,6 +135,58 @@ def switches(gather: Any, collectives: bool) -> None:
 @pytest.mark.parametrize("gather", ["wait", "overlap"])
 def test_optimizers_with_modes_have_them(workers, gather, collectives):
     workers(2).run(switches, gather, collectives)
+
+
+class FailsAtTheLast(TwoFaced):
+    """On the last rank, and only in the part that has the last bias."""
+
+    def eval(self) -> None:
+        held = [param for group in self.param_groups for param in group["params"]]
+        if dist.get_rank() == dist.get_world_size() - 1 and any(param.numel() == 3 for param in held):
+            raise ArithmeticError("no mean yet")
+        super().eval()
+
+
+def switches_half(collectives: bool) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 3))
+    config = ShardConfig(layout=shardstep.Layout.WHOLE, bucket_mb=1e-5)  # a part for each parameter
+    with by_collectives() if collectives else nullcontext():
+        opt = shardstep.shard(model, FailsAtTheLast, lr=0.1, config=config)
+    kind, text = raised(opt.eval)
+    assert kind == "RuntimeError"
+    assert_ranks_equal(list(model.parameters()))
+    return text
+
+
+@pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_eval_that_failed_on_one_rank_did_not_say_that_weights_are_half_switched(workers, ranks, collectives):
+    for text in workers(ranks).run(switches_half, collectives, timeout=60):
+        assert "eval() failed half-way" in text
+        assert "ArithmeticError: no mean yet" in text
+        assert "Weights may be switched in part. Call shard(...) again on all ranks, and load a checkpoint" in text
+        assert ranks == 1 or "failed on rank 1" in text
+
+
+def is_scripted() -> None:
+    """torch.jit.script compiles the model's hooks, and takes functions only."""
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 3))
+    for config in (ShardConfig(), ShardConfig(gather="overlap")):
+        opt = shardstep.shard(model, optim.SGD, lr=0.1, config=config)
+        for one in (model, copy.deepcopy(model)):
+            kind, text = raised(lambda one=one: torch.jit.script(one))
+            assert kind == "RuntimeError"
+            assert "torch.jit.script cannot compile" in text
+            assert "call opt.close() first" in text
+        opt.close()
+        torch.jit.script(model)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_sharded_model_that_is_scripted_says_what_to_do(workers):
+    for ranks in (1, 2):
+        workers(ranks).run(is_scripted, timeout=60)
 
 
 def has_no_modes() -> None:

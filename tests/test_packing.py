@@ -16,6 +16,7 @@ from torch import nn, optim
 
 import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp, batch, loss_of
+from new_memory import NewMemory
 from shardstep import Layout, ShardConfig
 from shardstep.gradients.packing import GradientPacking
 from shardstep.memory.flat import FlatMemory
@@ -47,7 +48,7 @@ def test_what_is_left_of_a_pass_that_was_given_up_is_not_taken_for_the_next():
     param = nn.Parameter(torch.zeros(10))
     plan = make_plan(read_specs([{"params": [param]}]), Layout.FLAT, world_size=1, bucket_numel=6, alignment=1)
     assert len(plan.buckets) == 2
-    packing = GradientPacking(FlatMemory(plan, [param], 0), [param], Packs(False, float("inf")))
+    packing = GradientPacking(FlatMemory(plan, [param], 0), [param], Packs(False, float("inf")), [torch.float32] * 2)
     param.grad = torch.ones(10)
     packing.pack(0)
     packing.forget()
@@ -65,7 +66,8 @@ def test_every_gradient_comes_where_its_parameter_lies(shapes, ranks, bucket_num
     plan = make_plan(specs, layout, world_size=ranks, bucket_numel=bucket_numel, alignment=4)
     own, by_rank = draw(st.integers(0, ranks - 1)), draw(st.booleans())
     memory = FlatMemory(plan, params, own)
-    packing = GradientPacking(memory, params, Packs(by_rank, part_nbytes))
+    sent = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    packing = GradientPacking(memory, params, Packs(by_rank, part_nbytes), [sent] * len(plan.buckets))
     came = [draw(st.booleans()) for _ in params]
     for param, flag in zip(params, came, strict=True):
         param.grad = lying(torch.randn(param.shape), draw(st.booleans())) if flag else None
@@ -78,15 +80,16 @@ def test_every_gradient_comes_where_its_parameter_lies(shapes, ranks, bucket_num
         packed = packing.pack(number)
         if by_rank:
             assert len(packed) == ranks
-            whole = torch.zeros_like(bucket.own)
+            whole = torch.zeros_like(bucket.own, dtype=sent)
             for place, part in zip(packing.places(number), packed[own], strict=True):
+                assert part.dtype is sent
                 whole[place] = part
-            assert torch.equal(whole, bucket.own)
+            assert torch.equal(whole, bucket.own.to(sent))
             sizes = [sum(map(len, parts)) for parts in packed]
             assert sizes == [covered(bucket.bucket.placed(rank), part_nbytes) for rank in range(ranks)]
         else:
             (parts,) = packed
-            assert torch.equal(torch.cat(parts) if parts else bucket.values, bucket.values)
+            assert torch.equal(torch.cat(parts) if parts else bucket.values.to(sent), bucket.values.to(sent))
 
     travels = [index in memory.homes for index in range(len(params))]
     assert all(param.grad is None for param, moves in zip(params, travels, strict=True) if moves)
@@ -108,7 +111,7 @@ def covered(placed: list[Any], part_nbytes: float) -> int:
 def test_a_large_gradient_is_not_copied():
     params = [nn.Parameter(torch.randn(64)), nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(5))]
     plan = make_plan(read_specs([{"params": params}]), Layout.FLAT, world_size=1, bucket_numel=1000, alignment=16)
-    packing = GradientPacking(FlatMemory(plan, params, 0), params, Packs(True, 64 * 4))
+    packing = GradientPacking(FlatMemory(plan, params, 0), params, Packs(True, 64 * 4), [torch.float32])
     for param in params:
         param.grad = torch.ones_like(param)
     large = params[0].grad
@@ -119,6 +122,26 @@ def test_a_large_gradient_is_not_copied():
     assert first.data_ptr() == large.data_ptr()
     assert packing.places(0) == [slice(0, 64), slice(64, 64 + 16 + 5)]  # the third begins at a multiple of 64 bytes
     assert rest.tolist() == [1.0] * 3 + [0.0] * 13 + [1.0] * 5
+
+
+@pytest.mark.parametrize("by_rank", [True, False])
+def test_gradients_that_are_sent_in_half_the_bytes_are_never_joined_in_all_of_them(by_rank):
+    """A large one, small ones with a gap between them, one that lies in another order, and one that has not come."""
+    shapes = [(64, 8), (3, 2), (5, 7), (9, 4), (11,)]
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    plan = make_plan(read_specs([{"params": params}]), Layout.FLAT, world_size=1, bucket_numel=4000, alignment=16)
+    packing = GradientPacking(FlatMemory(plan, params, 0), params, Packs(by_rank, 500 * 4), [torch.bfloat16])
+    for param in params[:-1]:
+        param.grad = torch.randn(param.shape)
+    params[2].grad = torch.randn(7, 5).t()
+    gradients = [param.grad for param in params[:-1]]
+    with NewMemory() as memory:
+        (parts,) = packing.pack(0)
+    assert {dtype for dtype, _ in memory.made.values()} == {torch.bfloat16}
+    joined = torch.cat(parts)
+    for index, gradient in enumerate([*gradients, torch.zeros(11)]):
+        (offset,) = [segment.offset for segment in plan.buckets[0].segments if segment.param == index]
+        assert torch.equal(joined[offset : offset + gradient.numel()], gradient.bfloat16().reshape(-1))
 
 
 def count_sends(in_place: float, **options: Any) -> int:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import FrozenInstanceError
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +20,15 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch
 from shardstep import Layout, ShardConfig
+from shardstep.gradients.passes import GradientPass
 from shardstep.planning import EqualRanges, ParamSpec, make_plan
 from shardstep.report import Group, Holding, Report, Times
 from shardstep.stepping.average import AVERAGE
 from shardstep.stepping.masters import MASTER
+from shardstep.wire import idle, messages
 from shardstep.wire.watch import Clock, Covered, Tally
 from test_several import Blocks, both_groups
-from training import all_same, raised
+from training import all_same, assert_ranks_equal, raised
 
 
 def iterate(model: nn.Module, opt: Any, steps: int = 1) -> None:
@@ -182,10 +188,11 @@ def test_a_report_is_a_table():
 # -- ranks that do something else -------------------------------------------------------------------------------------
 
 
-def reports_alone(collectives: bool, has_gradients: bool) -> tuple[str, str]:
+def reports_alone(collectives: bool, has_gradients: bool, step: Any = "after") -> tuple[str, str]:
     model = Net()
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, step=step)
     with by_collectives() if collectives else nullcontext():
-        opt = shardstep.shard(model, optim.AdamW, lr=0.01, config=FLAT)
+        opt = shardstep.shard(model, optim.AdamW, lr=0.01, config=config)
     iterate(model, opt)
     if has_gradients:
         model(batch(1)).square().mean().backward()
@@ -197,9 +204,17 @@ def reports_alone(collectives: bool, has_gradients: bool) -> tuple[str, str]:
 @pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.parametrize("collectives", [False, True])
 def test_a_rank_that_reports_alone_raises_as_all_do(workers, collectives, has_gradients):
-    kind, text = workers(2).run(reports_alone, collectives, has_gradients, timeout=60)[0]
-    assert kind == "RuntimeError"
-    assert "ranks [0] call report()" in text, text
+    for ranks in (2, 3):
+        for kind, text in workers(ranks).run(reports_alone, collectives, has_gradients, timeout=60):
+            assert kind == "RuntimeError"
+            assert "ranks [0] call report()" in text, text
+
+
+@pytest.mark.parametrize("collectives", [False, True])
+def test_a_rank_that_reports_alone_raises_as_all_do_that_step_in_backward(workers, collectives):
+    for kind, text in workers(2).run(reports_alone, collectives, False, "backward", timeout=60):
+        assert kind == "RuntimeError"
+        assert "ranks [0] call report()" in text, text
 
 
 def reports_now_and_then(config: ShardConfig, collectives: bool) -> None:
@@ -234,6 +249,91 @@ def test_reports_change_nothing(workers, name, collectives):
 
 def test_reports_of_one_rank_change_nothing(workers):
     workers(1).run(reports_now_and_then, FLAT, False)
+
+
+def pair_of(config: ShardConfig, collectives: bool) -> list[tuple[nn.Module, Any]]:
+    with by_collectives() if collectives else nullcontext():
+        return [(model, shardstep.shard(model, optim.AdamW, lr=0.01, config=config)) for model in (Net(), Net())]
+
+
+@contextmanager
+def counted_reductions() -> Iterator[list[int]]:
+    """A list that gets the number of each bucket that a pass reduces inside."""
+    launched: list[int] = []
+    launch = GradientPass._launch
+
+    def counted(self: GradientPass, bucket: int, parts: Any) -> None:
+        launched.append(bucket)
+        launch(self, bucket, parts)
+
+    with mock.patch.object(GradientPass, "_launch", counted):
+        yield launched
+
+
+def reports_between_steps(config: ShardConfig, collectives: bool, in_flight: int) -> list[int]:
+    """How many buckets are reduced in a report after a step; and one report finds a pass on the last rank alone."""
+    pair, found = pair_of(config, collectives), []
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(messages, "IN_FLIGHT_NBYTES", in_flight), counted_reductions() as launched:
+        for step in range(3):
+            for number, (model, opt) in enumerate(pair):
+                if last:  # the others have no batch
+                    model(batch(step)).square().mean().backward()
+                if not number and config.step != "backward":
+                    with mock.patch.object(idle, "PATIENCE", 0.1):
+                        opt.report()
+                opt.step()
+                opt.zero_grad()
+            launched.clear()
+            first = pair[0][1].report()
+            found.append(len(launched))
+            assert pair[0][1].report() == first
+    for _, opt in pair:
+        opt.synchronize()
+    assert all(map(torch.equal, pair[0][0].parameters(), pair[1][0].parameters()))
+    assert_ranks_equal(list(pair[0][0].parameters()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("collectives", "in_flight"),
+    [(False, 105_000_000), (False, 0), (True, 0)],
+    ids=["messages", "messages one by one", "collectives"],
+)
+@pytest.mark.parametrize("name", ["flat", "keep", "overlap", "backward"])
+def test_a_report_between_steps_reduces_nothing(workers, name, collectives, in_flight, ranks):
+    config = ShardConfig(bucket_mb=SMALL_BUCKETS, step="backward") if name == "backward" else CONFIGS[name][1]
+    found = workers(ranks).run(reports_between_steps, config, collectives, in_flight, timeout=60)
+    assert found == [[0, 0, 0]] * ranks
+
+
+def reports_at_different_times(collectives: bool) -> list[int]:
+    """Ranks come to a report about when others stop waiting for them. Returns what each report has reduced."""
+    pair, found = pair_of(FLAT, collectives), []
+    waits = random.Random(dist.get_rank())
+    with counted_reductions() as launched:
+        for step in range(20):
+            for model, opt in pair:
+                iterate(model, opt)
+                opt.synchronize()
+            launched.clear()
+            # The first time one rank comes when all others have stopped waiting, the last time nobody stops.
+            patience = 30.0 if step == 19 else 0.02
+            time.sleep(0.2 if step == 0 and dist.get_rank() == 0 else waits.uniform(0, 0.04))
+            with mock.patch.object(idle, "PATIENCE", patience):
+                pair[0][1].report()
+            found.append(len(launched))
+    assert all(map(torch.equal, pair[0][0].parameters(), pair[1][0].parameters()))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("collectives", [False, True])
+def test_ranks_that_come_late_to_a_report_reduce_as_all_do(workers, collectives, ranks):
+    found = all_same(workers(ranks).run(reports_at_different_times, collectives, timeout=60))
+    assert found[0] > 0
+    assert found[-1] == 0
 
 
 def reports_when_closed() -> tuple[str, str]:

@@ -103,6 +103,29 @@ def test_muon_and_adamw_with_collectives(workers, ranks):
     workers(ranks).run(trains_both, CONFIGS["default"], True)
 
 
+def reduces_early(groups: list[dict[str, Any]]) -> list[set[str]]:
+    """Of each bucket, in the order in which they are reduced, the modules that it waits for."""
+    opt = shardstep.shard(Blocks(), groups=groups, config=ShardConfig(bucket_mb=SMALL_BUCKETS))
+    plan = opt._engine.plan
+    return [{plan.params[segment.param].name.rpartition(".")[0] for segment in b.segments} for b in plan.buckets]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_was_reduced_before_backward_ended_when_groups_were_not_in_the_order_of_the_model(
+    workers, ranks, turned
+):
+    """Weights in one group and biases in another: by groups, the first buckets have something of the first layer."""
+    by_dims: list[dict[str, Any]] = [
+        {"params": "blocks.*.weight", "optimizer": optim.Muon, **MUON},
+        {"params": ["embed.weight", "head.weight"], "optimizer": optim.AdamW, **ADAMW},
+        {"params": "rest", "optimizer": optim.AdamW, **ADAMW},
+    ]
+    for buckets in workers(ranks).run(reduces_early, by_dims[::-1] if turned else by_dims):
+        half = buckets[: len(buckets) // 2]
+        assert not any("embed" in modules or "blocks.0.0" in modules for modules in half), buckets
+
+
 def trains_two_optimizers(collectives: bool) -> None:
     """Two calls of shard on one model, with different parameters."""
     model = Blocks()
@@ -255,3 +278,67 @@ def has_one_of_somebody_elses() -> None:
 
 def test_a_class_of_somebody_elses_beside_one_of_torch(workers):
     workers(2).run(has_one_of_somebody_elses)
+
+
+def two_that_have_betas() -> list[dict[str, Any]]:
+    return [{"params": "*.weight", "optimizer": optim.Adam}, {"params": "rest", "optimizer": optim.AdamW, "lr": 2e-3}]
+
+
+def cycles(collectives: bool) -> None:
+    """OneCycleLR moves beta1 beside the learning rate, if the optimizer says that it has one."""
+    model = Blocks()
+    twin = copy.deepcopy(model)
+    with by_collectives() if collectives else nullcontext():
+        opt = shardstep.shard(model, groups=two_that_have_betas())
+    ddp = DistributedDataParallel(twin)
+    weights = [param for name, param in twin.named_parameters() if name.endswith(".weight")]
+    others = [param for name, param in twin.named_parameters() if not name.endswith(".weight")]
+    plain = [optim.Adam(weights), optim.AdamW(others, lr=2e-3)]
+    most = {"total_steps": 8, "cycle_momentum": True}
+    schedulers = [optim.lr_scheduler.OneCycleLR(opt, max_lr=[0.01, 0.02], **most)]
+    schedulers += [
+        optim.lr_scheduler.OneCycleLR(one, max_lr=lr, **most) for one, lr in zip(plain, (0.01, 0.02), strict=True)
+    ]
+    betas = set()
+    for step in range(4):
+        for net in (ddp, model):
+            loss_of(net, batch(step)).backward()
+        for one in (opt, *plain):
+            one.step()
+            one.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        betas.add(opt.param_groups[0]["betas"])
+        assert [group["betas"] for group in opt.param_groups] == [one.param_groups[0]["betas"] for one in plain]
+    assert len(betas) > 1
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def keeps_options_apart() -> None:
+    """What all groups have is in `defaults`; a group that is added takes nothing from there."""
+    model = Blocks()
+    opt = shardstep.shard(model, groups=both_groups())
+    assert "optimizer" not in opt.defaults
+    assert "lr" in opt.defaults
+    assert "betas" not in opt.defaults, "Muon has a momentum in its place"
+    assert "momentum" not in opt.defaults
+    optim.lr_scheduler.OneCycleLR(opt, max_lr=[0.02, 0.003], total_steps=8, cycle_momentum=False)
+    model.late = nn.Linear(5, 5)
+    opt.add_param_group({"params": [model.late.weight], "optimizer": optim.AdamW})
+    assert opt.param_groups[2]["lr"] == optim.AdamW([torch.zeros(1)]).defaults["lr"]
+    assert opt.param_groups[2]["weight_decay"] == optim.AdamW([torch.zeros(1)]).defaults["weight_decay"]
+    assert "must be one that there is already" in raised(lambda: opt.add_param_group({"params": [model.late.bias]}))[1]
+
+
+@pytest.mark.parametrize("collectives", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_cycle_over_several_classes_that_have_betas_said_that_momentum_is_not_supported(
+    workers, ranks, collectives
+):
+    workers(ranks).run(cycles, collectives, timeout=60)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_that_is_added_to_several_classes_has_the_options_of_its_own(workers, ranks):
+    workers(ranks).run(keeps_options_apart, timeout=60)

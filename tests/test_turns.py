@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,9 +14,12 @@ import torch.distributed as dist
 from torch import nn, optim
 
 import shardstep
+from as_collectives import open_for_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch, loss_of
 from shardstep import ShardConfig
 from shardstep.wire import messages
+from shardstep.wire.hosts import Combined
+from shardstep.wire.records import open_poll
 from training import raised
 
 
@@ -205,3 +209,25 @@ def goes_on_alike() -> None:
 
 def test_ranks_that_send_the_same_may_differ(workers):
     workers(2).run(goes_on_alike)
+
+
+def asks_long_questions() -> int:
+    """As plans do that are replaced: of each the last record was kept with the hosts, for the life of the job."""
+    channel = open_for_collectives(dist.group.WORLD, None)
+
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(one, Combined) for one in gc.get_objects())
+
+    before = kept()
+    for number in range(20):
+        poll = open_poll(channel)
+        for record in (bytes([number]) * 1000, bytes([number]) * 1000, bytes(1000)):
+            poll.ask(record)
+            assert poll.answer().any == record
+        del poll
+    return kept() - before
+
+
+def test_hosts_kept_the_last_records_of_every_plan_that_was_replaced(workers):
+    assert workers(2).run(asks_long_questions, timeout=60) == [0, 0]

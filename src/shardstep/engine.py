@@ -9,8 +9,11 @@ What a step works with is made in planned.py.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,24 +23,29 @@ from shardstep.arguments import check_apart, check_lookups, check_parameters
 from shardstep.config import ShardConfig
 from shardstep.make_share import Recipe
 from shardstep.memory.arrival import Arrivals, Readers
+from shardstep.memory.compiled import compile_in_regions
+from shardstep.memory.open_gathers import VERDICT, OpenGathers, books
 from shardstep.memory.traced import is_profiled, named
 from shardstep.memory.views import move_out, span_of
 from shardstep.owners import check_unowned
 from shardstep.planned import ParamGroups, Planned, params_of, trainable_of
-from shardstep.planning import Piece, read_specs
+from shardstep.planning import Piece, Plan, read_specs
 from shardstep.report import Group, Report, exchange, holding_of, sent_by_ddp
 from shardstep.state.audit import Audit
 from shardstep.state.handing_over import hand_over
 from shardstep.state.saved_state import SavedState
 from shardstep.step_in_backward import HALF_STEPPED, REASON
+from shardstep.stepping.average import Average
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import check_shapes
+from shardstep.stepping.masters import make_exact
 from shardstep.stepping.scaling import Scaling
-from shardstep.wire.agreement import Agreement, Claim, Facts, agree
+from shardstep.stepping.share import Prepared
+from shardstep.wire.agreement import Agreement, Claim, Facts, agree, attempt
 from shardstep.wire.channel import Channel
 from shardstep.wire.choose import release
+from shardstep.wire.records import Poll, open_poll
 from shardstep.wire.tensors import broadcast_tensors
-from shardstep.wire.transport import Gather
 from shardstep.wire.turns import Turn
 from shardstep.wire.watch import Sender, Watch
 
@@ -52,24 +60,48 @@ class Engine(Planned):
         self._sender: Sender = self.transport  # or one that is watched
         self._watch: Watch | None = None  # the last one, when it is over
         self._agreement = Agreement(channel)
-        self._arriving: dict[int, Gather] = {}
-        self._arrivals: Arrivals | None = None  # with gather="overlap"
+        self._open = OpenGathers()
+        self._claimed_by = 0  # the thread that made the last claim of `_agreement`
+        self._failure: BaseException | None = None  # what became of it, until that thread was told
+        self._debt: tuple[Poll, Average] | None = None  # the weights are still averages: ema() was left by an error
+        self._arrivals: Arrivals | None = None  # with gather="overlap", or while there is a debt
         self._readers = Readers()
         self._audit = None if config.audit is None else Audit(channel)
         self._steps = 0
         self.saved = SavedState()
 
     def _connected(self, params: Sequence[torch.Tensor]) -> None:
-        if self._config.gather != "overlap":
-            return
+        self._params = params
+        if self._config.gather == "overlap":
+            self._watch_weights()
+
+    def _watch_weights(self) -> None:
+        """Weights may be in flight from now on: whatever reads one waits for it."""
         buckets_of: dict[torch.Tensor, list[int]] = {}
         for number, bucket in enumerate(self.plan.buckets):
             for segment in bucket.segments:
-                buckets_of.setdefault(params[segment.param], []).append(number)
-        self._arrivals = Arrivals(self._model, buckets_of, self.wait_for, self.synchronize, self._readers)
+                buckets_of.setdefault(self._params[segment.param], []).append(number)
+        self._arrivals = Arrivals(self._model, buckets_of, self.wait_for, self.wait_for_all, self._readers)
 
     def _disconnect(self) -> None:
         self._forget_arrivals()
+        self._open.forget()  # none, unless what was under way has failed half-way
+        self._debt = None
+        self._agreement.is_open = False
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """Compile the model in regions of about one bucket: between them weights arrive and gradients leave."""
+        me = weakref.ref(self)
+
+        def weights() -> Arrivals | None:
+            engine = me()
+            return None if engine is None else engine._arrivals
+
+        self.synchronize()
+        self._readers.in_regions = True
+        nbytes = self.bucket_nbytes()
+        sizes = (max(nbytes), min(nbytes[0], max(nbytes))) if nbytes and self.channel.world_size > 1 else None
+        compile_in_regions(self._model, weights, sizes, options)
 
     # -- stepping -----------------------------------------------------------------------------------------------------
 
@@ -83,7 +115,11 @@ class Engine(Planned):
     def look(self, groups: ParamGroups) -> list[bool]:
         """Whether this rank can step, before it says that it does. Returns which parameters train."""
         trainable = trainable_of(groups)
-        self.turns.premise = self._premises.look(groups, self._why_not_to_go_on(groups, trainable))
+        changes = []
+        if trainable != self._trainable:
+            rows = zip(self.plan.params, self._trainable, trainable, strict=True)
+            changes = [f"{spec.name}.requires_grad = {now}" for spec, before, now in rows if before != now]
+        self.turns.premise = self._premises.look(groups, self._why_not_to_go_on(groups, trainable), changes)
         return trainable
 
     def step_together(self, groups: ParamGroups, scaling: Scaling | None, trainable: list[bool]) -> None:
@@ -93,24 +129,25 @@ class Engine(Planned):
             agree(self.channel, Claim("step", self._premises.failure, Facts(self._premises.lines())))
         if self._premises.failure is not None:  # the same on all ranks, or their digests would differ
             raise self._premises.failure
+        # Before a weight has moved: a new plan may be refused.
+        planned = None if trainable == self._trainable else self.try_plan(groups, trainable)
         self._sync_buffers()
         self._look_at_everything(groups)
-        changed = trainable != self._trainable
-        facts = Facts(map(str, read_specs(groups, trainable))) if changed else self._facts
-        failure = self._step_and_send(groups, facts, scaling)
+        failure = self._step_and_send(groups, scaling)
         if self._agreement.is_exchanged_when_read:
             # Now, and on all ranks: later one of them alone may read its weights, and would wait for the others.
             try:
-                self._agreement.finish()
+                self._hear([VERDICT])
             except BaseException:
-                self.wait_for(list(self._arriving))  # who catches it goes on with weights that are there
+                self.wait_for(list(self._open))  # who catches it goes on with weights that are there
                 raise
-        if self._arrivals is None or self._arrivals.has_readers_that_do_not_ask or changed or failure is not None:
+        if self._arrivals is None or self._arrivals.has_readers_that_do_not_ask or planned or failure is not None:
             self.synchronize()
         else:
-            self._arrivals.begin(self._arriving)
-        if changed:
-            self.replan(groups, trainable)
+            with books:  # another thread may have waited for some of them already
+                self._arrivals.begin(list(self._open))
+        if planned is not None:
+            self.replan(groups, planned)
 
     def _look_at_everything(self, groups: ParamGroups) -> None:
         """Every few steps, before the weights are stepped: what this step writes hides what was written before."""
@@ -196,16 +233,25 @@ class Engine(Planned):
         self.turns.check()
         if any(flag and not moves for flag, moves in zip(late, self._trainable, strict=True)):
             # Unfrozen since the last step: it has a gradient, and no place in the plan.
+            self.synchronize()  # a new plan forgets what is open of the last step
             trainable = trainable_of(groups)
             refusal = self._why_not_to_go_on(groups, trainable)
             agree(self.channel, Claim("step", refusal, Facts(map(str, read_specs(groups, trainable)))))
-            self.replan(groups, trainable)
+            self.replan(groups, self.try_plan(groups, trainable))
         # A new plan may have more parameters, if a group was added; none of them can be late.
         self.gradients.reduce_late([*late, *[0] * (len(self.plan.params) - len(late))])
 
     def check_not_joined(self, action: str) -> None:
         if self.turns.notify is not None:
             raise RuntimeError(f"{action} inside Join would wait for ranks that have no inputs left: call it outside")
+
+    def check_not_accumulating(self, action: str) -> None:
+        """Raise where a pass inside no_sync() has left gradients: made up for, a pass would be a failed one."""
+        self.gradients.hooks.recover()  # what is left of a pass that raised goes with that
+        if self.gradients.unsent():
+            raise RuntimeError(
+                f"{action} between passes inside no_sync(): call it before them, or after the pass that ends them"
+            )
 
     def hand_over_for(self, turn: Turn, groups: ParamGroups, told: Mapping[str, Any]) -> Mapping[str, Any]:
         """Inside Join: what ranks without inputs need for `turn`; called on all ranks."""
@@ -217,7 +263,7 @@ class Engine(Planned):
             )
         return hand_over(self.channel, turns.source, turns.followers, groups, told)
 
-    def _step_and_send(self, groups: ParamGroups, facts: Facts, scaling: Scaling | None) -> Exception | None:
+    def _step_and_send(self, groups: ParamGroups, scaling: Scaling | None) -> Exception | None:
         """One group of buckets is on its way while the next is stepped. Returns what failed on this rank."""
         failure = self._why_not_to_step()
         try:
@@ -241,10 +287,10 @@ class Engine(Planned):
                     except Exception as error:
                         failure = error
                     if number + 1 == len(self._together):
-                        self._agreement.claim(Claim("step", failure, facts))  # arrives while the last are sent
+                        self._claim(Claim("step", failure, self._facts))  # arrives while the last are sent
                     self._send(buckets)
         if not self._together:
-            self._agreement.claim(Claim("step", failure, facts))
+            self._claim(Claim("step", failure, self._facts))
         if failure is None:
             self.share.end(groups)
         self.gradients.stepped()
@@ -262,15 +308,11 @@ class Engine(Planned):
             if is_profiled():
                 send = named(self._memory.titles.of("gather", buckets), send)
             send(list(sent.values()))
-            self._arriving.update(sent)
+            self._open.update(sent)
 
     def switch(self, groups: ParamGroups, mode: str) -> None:
         """`train()` or `eval()` of the class, which may change weights: this rank's share, and then all of it."""
-        self._give_all(f"{mode}()", lambda: self._switch(groups, mode))
-
-    def _switch(self, groups: ParamGroups, mode: str) -> None:
-        self._memory.adopt()
-        self.share.switch(groups, mode)
+        self._give_all(f"{mode}()", lambda: self.share.switch(groups, mode), "Weights may be switched in part")
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -278,84 +320,190 @@ class Engine(Planned):
         average = self.share.average
         if average is None:
             raise RuntimeError("there is no average: pass config=ShardConfig(ema=0.999)")
+        self.check_not_joined("ema()")
         self.check_not_stepped("ema()")
         if self._in_backward is not None:
             self._in_backward.paused = True
+        is_left_by_error = True
         try:
             self._give_all("ema()", average.swap_in)
             yield
+            is_left_by_error = False
         finally:
-            self._give_all("the end of ema()", average.swap_out)
+            self._leave(average, is_left_by_error)
             if self._in_backward is not None:
                 self._in_backward.paused = False
 
-    def take_state(self, groups: ParamGroups, entries: dict[Piece, Entry]) -> None:
-        self.check_not_joined("load")
-        self.synchronize()
-        super().take_state(groups, entries)
+    def _leave(self, average: Average, is_left_by_error: bool) -> None:
+        """The weights become what they were. A rank with an error does not wait for the others before it raises.
+
+        They hear of it when they leave, and then no rank moves weights: all do when they next read one, or call
+        anything that needs them. Until then parameters are as if they were in flight.
+        """
+        if self.channel.world_size > 1:
+            poll = open_poll(self.channel, lambda record: "leave ema()")
+            with suppress(Exception) if is_left_by_error else nullcontext():  # that error says why
+                poll.ask(bytes([is_left_by_error]), soon=True)
+            if is_left_by_error or poll.answer().any[0]:
+                self._debt = (poll, average)
+                if self._arrivals is None:
+                    self._watch_weights()
+                assert self._arrivals is not None, "made just now"
+                with books:
+                    self._open.update(dict.fromkeys(range(len(self.plan.buckets))))
+                    self._arrivals.begin(list(self._open))
+                return
+        left = "Some weights may be averages"
+        try:
+            self._give_all("the end of ema()", average.swap_out, left)
+        except BaseException as error:
+            if not self.lost:  # refused before anything was changed: all of them are averages
+                self.lose("the end of ema()", left, error)
+            raise
+
+    def load(
+        self, groups: ParamGroups, plan: Plan, entries: Mapping[Piece, Entry], others: Mapping[str, Any]
+    ) -> dict[Piece, torch.Tensor]:
+        masters = super().load(groups, plan, entries, others)
+        if self.share.masters is None:
+            poll = open_poll(self.channel, lambda record: "load masters" if record[0] else "load no masters")
+            poll.ask(bytes([bool(masters)]))
+            if any(poll.answer().any):
+                exact = partial(make_exact, self._memory, masters)
+                self._give_all("load", exact, "Some weights may be what their masters say")
+        return masters
+
+    def take_state(self, made: Prepared, groups: ParamGroups) -> None:
+        super().take_state(made, groups)
         self.saved.loaded()
 
     def take_weights(self, weights: Mapping[Piece, torch.Tensor]) -> None:
         """This rank's pieces become these values, and all ranks get them. On all ranks."""
-        self._give_all("load", lambda: self._take(weights))
+        self._give_all("load", lambda: self._take(weights), "Weights may be loaded in part")
 
     @torch.no_grad()
     def _take(self, weights: Mapping[Piece, torch.Tensor]) -> None:
-        self._memory.adopt()
         for bucket in self._memory.buckets:
             for piece, offset in bucket.placed:
                 if piece in weights:
                     bucket.own[offset : offset + piece.numel].copy_(weights[piece])
 
-    def _give_all(self, action: str, change: Callable[[], None]) -> None:
-        """Change this rank's share, on all ranks, and give it to everyone."""
+    def _give_all(self, action: str, change: Callable[[], None], half_way: str = "") -> None:
+        """Change this rank's share, on all ranks, and give it to everyone.
+
+        If that fails on a rank the optimizer is closed, unless nothing is changed then; `half_way` says what is.
+        """
         self.check_not_joined(action)
         self.synchronize()
-        agree(self.channel, Claim(action, None, Facts([action])))
+        self._agree_to_give(action)
+        try:
+            self._change_and_send(action, change)
+            self._note_claim()
+            self.synchronize()
+        except BaseException as error:
+            if not half_way:
+                raise
+            self.lose(action, half_way, error)
+
+    def _agree_to_give(self, action: str) -> None:
+        attempt(self.channel, action, lambda: self._memory.adopt(), [action])
+
+    def _change_and_send(self, action: str, change: Callable[[], None]) -> None:
         for gather in self._gathers:
             gather.expect()
-        failure = None
+        failure: BaseException | None = None
         try:
             change()
-        except Exception as error:
+        except BaseException as error:
             failure = error
         self._agreement.claim(Claim(action, failure, self._facts))
         for buckets in self._together:
             self._send(buckets)
-        self.synchronize()
 
     def _why_not_to_step(self) -> Exception | None:
         unsent = [self.plan.params[place].name for place in self.gradients.unsent()]
         if not unsent:
             return None
+        others = f" and of {len(unsent) - 1} other parameters" if len(unsent) > 1 else ""
         return RuntimeError(
-            f"{unsent[0]} and {len(unsent) - 1} other parameters have gradients that were never reduced: run the last "
-            "backward pass before step() outside no_sync(), and set no param.grad yourself"
+            f"the gradients of {unsent[0]}{others} were never reduced: run the last backward pass before step() "
+            "outside no_sync(), and set no param.grad yourself"
         )
 
     def synchronize(self) -> None:
         """The weights of the last step are complete for all that is done from now on; raises if a rank failed in it."""
-        if self._arriving:
-            self.wait_for(list(self._arriving))
-        if self._agreement.is_open:
-            self._agreement.finish()  # all ranks had turned to the step, so all have told
+        self._hear(list(self._open))
+
+    def _claim(self, claim: Claim) -> None:
+        self._agreement.claim(claim)
+        self._note_claim()
+
+    def _note_claim(self) -> None:
+        self._claimed_by, self._failure = threading.get_ident(), None
+        self._open[VERDICT] = None
+
+    def _hear(self, buckets: Sequence[int]) -> None:
+        """Wait for these, and raise if a rank failed in what was claimed last: all had turned to it, so all have told.
+
+        The thread that claimed it is told in any case, also if another one was told before.
+        """
+        self._wait(buckets)
+        failure = self._failure
+        if failure is not None:
+            if self._claimed_by == threading.get_ident():
+                self._failure = None
+            raise failure
+
+    def wait_for_all(self) -> None:
+        """For who reads weights, in whatever thread."""
+        if self._claimed_by == threading.get_ident():
+            self.synchronize()
+        else:
+            self.wait_for(list(self._open))
 
     def wait_for(self, buckets: Sequence[int]) -> None:
-        waiting = [bucket for bucket in buckets if bucket in self._arriving]
-        if waiting:
+        """For who reads weights of these buckets: how the ranks fared is not asked."""
+        needed = [bucket for bucket in buckets if bucket in self._open and bucket != VERDICT]
+        if needed:  # it is asked before every module's forward
+            self._wait(needed)
+
+    def _wait(self, buckets: Sequence[int]) -> None:
+        if not self._open:
+            return
+        if self._debt is not None:
+            buckets = list(self._open)  # they come together
+        self._open.wait_for(buckets, self._finish, None if self._arrivals is None else self._arrivals.landed)
+        if self._arrivals is not None and self._config.gather != "overlap":
+            self._forget_arrivals()
+
+    def _finish(self, buckets: Sequence[int], gathers: Sequence[Any]) -> None:
+        if self._debt is not None:
+            poll, average = self._debt
+            if poll.is_open:
+                poll.answer()
+            self._agree_to_give("the end of ema()")
+            self._change_and_send("the end of ema()", average.swap_out)
+            gathers = [self._open[bucket] for bucket in buckets]
+        sent = [gather for gather in gathers if gather is not None]
+        if sent:
             finish = self._sender.finish
             if is_profiled():
+                waiting = [bucket for bucket in buckets if bucket != VERDICT]
                 finish = named(self._memory.titles.of("wait for weights of", waiting), finish)
-            finish([self._arriving[bucket] for bucket in waiting])
-            for bucket in waiting:
-                del self._arriving[bucket]
-            if self._arrivals is not None:
-                self._arrivals.landed(waiting)
+            finish(sent)
+        if VERDICT in buckets or self._debt is not None:
+            self._debt = None
+            try:
+                self._agreement.finish()
+            except BaseException as error:
+                self._failure = error
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self, groups: ParamGroups) -> None:
         """Let go of the model; raises if a rank failed in the last step."""
+        if self.lost:
+            return
         try:
             if not self.turns.apart:
                 self.synchronize()
@@ -367,16 +515,20 @@ class Engine(Planned):
         if self.turns.apart:
             self._forget_arrivals()  # they will not come, and nobody may wait for them
             self._leave_what_may_arrive(groups)
-        else:
-            self.wait_for(list(self._arriving))
-        self.gradients.hooks.remove()
-        self._forget_arrivals()
+        elif self._debt is None:
+            self.wait_for(list(self._open))
+        self.detach()
         release(self)
 
+    def detach(self) -> None:
+        """The model is as it was before it was sharded, but for where its parameters lie."""
+        self.gradients.hooks.remove()
+        self._forget_arrivals()
+
     def _forget_arrivals(self) -> None:
-        if self._arrivals is not None:
-            self._arrivals.remove()
-            self._arrivals = None
+        arrivals, self._arrivals = self._arrivals, None
+        if arrivals is not None:
+            arrivals.remove()
 
     def _leave_what_may_arrive(self, groups: ParamGroups) -> None:
         """Messages of a step that not all ranks made may still come, and must find memory that is nobody else's."""
@@ -388,10 +540,7 @@ class Engine(Planned):
     def report(self, groups: ParamGroups, kinds: Sequence[Group]) -> Report:
         """What all ranks hold and send; `kinds` are of the groups. On all ranks, which wait for each other."""
         self.check_not_joined("report()")
-        if self._why_not_to_step() is not None:
-            raise RuntimeError(
-                "report() between passes inside no_sync(): call it before them, or after the pass that ends them"
-            )
+        self.check_not_accumulating("report()")
         self.synchronize()
         at_rest = self.gradients.rest
         self.take_turn(Turn.REPORT, groups)  # other ranks may be in a backward pass, and wait for this one's part

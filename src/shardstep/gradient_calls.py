@@ -5,18 +5,28 @@ from __future__ import annotations
 import torch
 
 from shardstep.engine import Engine
-from shardstep.gradients.clipping import norm_and_factor
-from shardstep.gradients.norms import norms_by_parameter
+from shardstep.gradients.clipping import factor_for
+from shardstep.gradients.norms import norms_by_parameter, total_norm
 from shardstep.gradients.scaling import unscale
 from shardstep.planned import ParamGroups, params_of
 
 
 def norms(engine: Engine, groups: ParamGroups, norm_type: float) -> dict[str, float]:
     """Of every parameter, by name."""
+    found = _by_parameter(engine, groups, _order(norm_type)).tolist()
+    return {spec.name: norm for spec, norm in zip(engine.plan.params, found, strict=True) if spec.trainable}
+
+
+def _by_parameter(engine: Engine, groups: ParamGroups, order: float) -> torch.Tensor:
     pieces = [(piece.param, gradient) for piece, gradient in engine.gradients.present()]
-    specs, first = engine.plan.params, params_of(groups)[0]
-    found = norms_by_parameter(engine.transport, pieces, len(specs), norm_type, first)
-    return {spec.name: norm for spec, norm in zip(specs, found, strict=True) if spec.trainable}
+    return norms_by_parameter(engine.transport, pieces, len(engine.plan.params), order, params_of(groups)[0])
+
+
+def _order(norm_type: float) -> float:
+    order = float(norm_type)  # torch takes "inf", too
+    if not order >= 0:  # nor nan
+        raise ValueError(f"norm_type must be 0, a positive number or inf, and not {norm_type!r}")
+    return order
 
 
 @torch.no_grad()
@@ -26,12 +36,14 @@ def clip(
     params = params_of(groups)
     if engine.keeps_gradients:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-    shards = engine.gradients.shards()
-    norm, factor = norm_and_factor(
-        engine.transport, shards, max_norm, norm_type, params[0], error_if_nonfinite=error_if_nonfinite
-    )
+    order, shards = _order(norm_type), engine.gradients.shards()
+    if order:
+        norm = total_norm(engine.transport, shards, order, params[0])
+    else:  # which pieces are of one parameter matters in this one only
+        norm = _by_parameter(engine, groups, order).count_nonzero().double()
+    factor = factor_for(norm, max_norm, order, error_if_nonfinite=error_if_nonfinite)
     engine.gradients.scale(factor, later=engine.share.takes_factor)
-    return norm
+    return norm.to((shards or params)[0].dtype.to_real())
 
 
 def clamp(engine: Engine, groups: ParamGroups, clip_value: float) -> None:

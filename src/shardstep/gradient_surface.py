@@ -27,6 +27,18 @@ class GradientSurface:
     _unscaled: Unscaled
     _ready: bool
     _closed: bool
+    _why_closed: str
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has let go of its model: by `close`, or because something failed that could not be taken back."""
+        return self._closed or bool(self._engine.lost)
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(self._why_closed)
+        if self._engine.lost:
+            raise RuntimeError(f"this optimizer was closed: {self._engine.lost}")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients: this rank's part of the mean, and whatever `no_sync` has left in `param.grad`."""
@@ -37,12 +49,12 @@ class GradientSurface:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes send nothing; their gradients add up in `param.grad` until one outside."""
-        hooks = self._engine.gradients.hooks
-        before, hooks.syncs = hooks.syncs, False
+        turns = self._engine.turns  # as long as the optimizer lives: a new plan may be made inside
+        before, turns.syncs = turns.syncs, False
         try:
             yield
         finally:
-            hooks.syncs = before
+            turns.syncs = before
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
         """The norm of the mean gradient of every parameter, by name; the same on every rank. The host waits for it."""
@@ -77,11 +89,11 @@ class GradientSurface:
 
     def holds_gradient_of(self, param: torch.Tensor) -> bool:
         """Whether `param` has a gradient that torch's functions do not see."""
-        return not self._closed and self._engine.gradients.hides(param)
+        return not self.is_closed and self._engine.gradients.hides(param)
 
     def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
         """`zero_grad` of a module with these parameters is called: of the model, or of a part of it."""
-        if self._closed or not self._ready:
+        if not self._ready or self.is_closed:
             return
         if not set_to_none and self._engine.gradients.are_zero:
             return
@@ -96,5 +108,5 @@ class GradientSurface:
 
     def shows_memory_of(self, param: torch.Tensor) -> None:
         """`param.data` is read, and may be written to."""
-        if self._ready and not self._closed and self._engine.share.masters is not None:
+        if self._ready and not self.is_closed and self._engine.share.masters is not None:
             self._engine.share.masters.shown(param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -23,6 +24,9 @@ class Owner(Protocol):
     def is_closed(self) -> bool: ...
 
     def close(self) -> None: ...
+
+    def leave_peers(self) -> None:
+        """This is a forked process."""
 
 
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()  # of all optimizers that live, also of those that are closed
@@ -84,6 +88,16 @@ def _find_other(params: Mapping[int, tuple[str, torch.Tensor]], model: nn.Module
                 if place in params and param.requires_grad:
                     return place, name, owner
     return None
+
+
+def _leave_peers() -> None:
+    """In a forked process the model is a copy, which computes by itself: what it sent would come between the messages
+    of the process that trains, on the same connections."""
+    for owner in _open_owners():
+        owner.leave_peers()
+
+
+os.register_at_fork(after_in_child=_leave_peers)
 
 
 def _open_owners() -> Iterable[Owner]:

@@ -17,6 +17,7 @@ from shardstep.planning import Layout
 from shardstep.stepping.local_optimizer import class_of, qualified_name
 from shardstep.stepping.share import LocalShare
 from shardstep.wire.channel import Channel
+from shardstep.wire.encoding import gradient_dtype, sent_nbytes
 from shardstep.wire.records import open_poll
 from shardstep.wire.watch import Covered, Watch
 
@@ -134,12 +135,12 @@ def holding_of(
     rank: int,
 ) -> Holding:
     """Of this rank; gradients travel in `wire`, or in their own dtype."""
-    reducing = gathering = 0
+    reducing = gathering = spreading = 0
     for bucket in memory.buckets:
         away, spread = bucket.bucket.sent(rank)
-        values = bucket.values
-        reducing += away * (values.element_size() if wire is None or values.is_complex() else wire.itemsize)
-        gathering += spread * values.element_size()
+        reducing += away * gradient_dtype(bucket, wire).itemsize
+        gathering += sent_nbytes(bucket, spread)
+        spreading += sent_nbytes(bucket, spread) if wire is None else spread * bucket.values.element_size()
     frozen = [param.nbytes for place, param in enumerate(params) if place not in memory.homes]
     return Holding(
         parameters=sum(bucket.values.nbytes for bucket in memory.buckets) + sum(frozen),
@@ -147,8 +148,8 @@ def holding_of(
         masters=0 if share.masters is None else share.masters.nbytes,
         state=share.state_nbytes,
         average=0 if share.average is None else share.average.nbytes,
-        # Gradients that every rank keeps are gathered as the parameters are.
-        sent_reducing=reducing + (gathering if gradients.are_whole else 0),
+        # Gradients that every rank keeps are gathered as the parameters are, or as `wire` says (gradients/kept.py).
+        sent_reducing=reducing + (spreading if gradients.are_whole else 0),
         sent_gathering=gathering,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -46,13 +46,21 @@ from shardstep.stepping.local_optimizer import (
     is_of_torch,
     without_params,
 )
-from shardstep.stepping.masters import Source, check_can_be_rounded, cut_masters, given_masters, why_it_stalls
+from shardstep.stepping.masters import (
+    Source,
+    check_can_be_rounded,
+    check_is_encoded,
+    cut_masters,
+    given_masters,
+    why_it_stalls,
+)
 from shardstep.stepping.options import class_line, option_keys, option_lines
 from shardstep.stepping.scaling import Scaling
-from shardstep.stepping.several import check_class, read_classes
+from shardstep.stepping.several import check_class, read_classes, shared_options, with_own_options
 from shardstep.uneven_inputs import FastLaneJoinHook
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
+from shardstep.wire.hosts import FORKED, Forked
 
 
 def shard(
@@ -100,6 +108,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         masters_from: Source | None = None,
     ) -> None:
         self._ready = self._closed = self._is_averaged = False
+        self._why_closed = "this optimizer was closed: shard(...) was called again on its model, or close()"
         self._unscaled = Unscaled()
         Joinable.__init__(self)
         self._model, self._config = model, config
@@ -148,6 +157,8 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         check_unowned(chosen, self._model)
         if self._config.master == "stochastic":
             check_can_be_rounded(chosen)
+        if self._config.wire is not None:
+            check_is_encoded(chosen, self._config.wire)
         check_shapes(self._class, chosen, read_specs(chosen))
         if self._config.step == "backward" and not is_of_torch(self._class):
             raise ValueError('step="backward" is for torch\'s optimizers: what others count in a step is not known')
@@ -156,6 +167,8 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         super().__init__(chosen, dict(empty.defaults))
         # And of the options of the groups: some keep their learning rate in a tensor, and refuse a number in its place.
         copy_options(empty.param_groups, self.param_groups)
+        if getattr(self._class, "inner_classes", ()):
+            self.defaults = shared_options(self.param_groups)
         self._layouts, self._elementwise = self._choose_layouts()
         settings = [class_line(self._class), str(self._config), *map(str, self._layouts)]
         settings.append(f"masters_from given: {has_masters}")
@@ -173,10 +186,6 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
     def model(self) -> nn.Module:
         return self._model
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed
-
     def close(self) -> None:
         """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
         if not self._closed:
@@ -185,6 +194,13 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
                 self._engine.close(self.param_groups)
             finally:
                 release(self, params_of(self.param_groups))
+
+    def leave_peers(self) -> None:
+        """This is a forked process: the model here is nobody's, and the optimizer cannot be used."""
+        self._closed, self._why_closed = True, FORKED
+        release(self, params_of(self.param_groups))
+        self._engine.detach()
+        self._engine = Forked(self._engine)  # type: ignore[assignment]
 
     def __del__(self) -> None:
         """As `close`, so that nothing of it stays with the model.
@@ -205,6 +221,10 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
             "it with shardstep.save(path, model, opt)"
         )
 
+    def __setstate__(self, state: Any) -> None:
+        """torch's would set options alone, and no state: what this shows as its state is not where it is."""
+        raise TypeError("a sharded optimizer takes no __setstate__: call load_state_dict() on all ranks")
+
     # -- stepping -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -213,8 +233,8 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._closed:
-            raise RuntimeError("this optimizer was closed: shard(...) was called again on its model, or close()")
+        if self.is_closed:
+            self.check_open()
         if self._is_averaged:
             self._check_not_averaged()
         if self._left_out:  # by now another optimizer may have them
@@ -245,6 +265,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def _change_mode(self, mode: str) -> None:
+        self.check_open()
         self._check_not_averaged()
         self._engine.switch(self.param_groups, mode)
 
@@ -268,7 +289,21 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         With `gather="overlap"` call it before anything but the model's own forward reads or writes the weights. On an
         accelerator the current stream waits, not the host.
         """
+        if self._engine.lost:
+            self.check_open()
         self._engine.synchronize()
+
+    def compile(self, **options: Any) -> None:
+        """Compile the model in place, as `model.compile(**options)` does, so that communication runs beside it.
+
+        torch.compile makes one region of a whole model: its gradients come when all of its backward has run, and with
+        `gather="overlap"` all weights must have arrived before it begins. This splits it into regions of about one
+        bucket. `options` are those of torch.compile: backend, mode, dynamic, fullgraph, options. Modules that are
+        compiled one by one (`for block in model.blocks: block.compile()`) need none of this.
+        """
+        if self._closed:
+            raise RuntimeError("this optimizer was closed: compile the model by model.compile()")
+        self._engine.compile(options)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -279,13 +314,29 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
             return
         self._check_not_averaged()
         self._engine.check_not_joined("add_param_group")
+        self._engine.check_not_accumulating("add_param_group()")
         self.synchronize()
         self._engine.gradients.settle(None)  # a rank that made no pass makes up for it: the others wait for its part
-        failure, facts = None, Facts()
-        layouts, elementwise = self._layouts, self._elementwise
-        before = list(self.param_groups)
+        before, added = len(self.param_groups), []
         try:
-            super().add_param_group(self._named(read_group(param_group)))
+            layouts, elementwise = self._take_group(param_group, before)
+            added = self.param_groups[-1]["params"]
+            guard(self, added)
+            recipe = Recipe(self._class, self._defaults, layouts, elementwise)
+            planned = self._engine.try_plan(self.param_groups, trainable_of(self.param_groups), recipe)
+            self._engine.replan(self.param_groups, planned, added)
+        except BaseException:
+            release(self, added)
+            del self.param_groups[before:]
+            raise
+        self._layouts, self._elementwise = list(layouts), list(elementwise)
+
+    def _take_group(self, param_group: dict[str, Any], before: int) -> tuple[Sequence[Layout], Sequence[bool]]:
+        """A group behind those that were there `before`, as far as all ranks can have it; the layouts of all."""
+        failure: BaseException | None = None
+        facts, layouts, elementwise = Facts(), self._layouts, self._elementwise
+        try:
+            super().add_param_group(self._named(with_own_options(self._class, read_group(param_group))))
             check_parameters(self.param_groups, allow_mixed_dtypes=True)
             check_unowned(self.param_groups[-1:], self._model)
             check_class(self._class, self.param_groups[-1])
@@ -293,23 +344,14 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
             empty = build(self._class, without_params(self.param_groups[-1:]), self._defaults, {})
             copy_options(empty.param_groups, self.param_groups[-1:])
             layouts, elementwise = self._choose_layouts()
-            if layouts[: len(self._layouts)] != self._layouts:
+            if layouts[:before] != self._layouts:
                 raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
             options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
             facts = Facts([*map(str, read_specs(self.param_groups)), *options])
-        except Exception as error:
+        except BaseException as error:
             failure = error
-        try:
-            agree(self._channel, Claim("add_param_group", failure, facts))
-        except Exception:
-            del self.param_groups[len(before) :]
-            raise
-        self._layouts, self._elementwise = layouts, elementwise
-        self._engine.take_layouts(layouts, elementwise)
-        with torch.no_grad():
-            self._engine.transport.broadcast(self.param_groups[-1]["params"])
-        self._engine.replan(self.param_groups, trainable_of(self.param_groups))
-        guard(self, self.param_groups[-1]["params"])
+        agree(self._channel, Claim("add_param_group", failure, facts))
+        return layouts, elementwise
 
     def _named(self, group: dict[str, Any]) -> dict[str, Any]:
         names = {param: name for name, param in self._model.named_parameters()}
@@ -341,8 +383,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
 
     def report(self) -> Report:
         """What every rank holds and sends; with times, if steps were `measured`. On all ranks; `print` it."""
-        if self._closed:
-            raise RuntimeError("this optimizer was closed: there is nothing to report")
+        self.check_open()
         groups = describe_groups(self._class, self.param_groups, self._layouts)
         return self._engine.report(self.param_groups, groups)
 

@@ -19,6 +19,7 @@ from shardstep.state.reading import read_saved
 from shardstep.state.state_dict import ShownState, pack_groups, shown_state
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.local_optimizer import apart, build, load_options, without_params
+from shardstep.stepping.twin import beside_state, run_post_hooks, run_pre_hooks
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import Channel
 
@@ -103,23 +104,23 @@ class StateSurface(Optimizer):
         self._engine.synchronize()
         failure, plan = None, self._engine.plan
         entries: dict[Piece, Entry] = {}
+        others: dict[str, Any] = {}
         loaded = apart(self.param_groups)  # this optimizer's own stay as they are until nobody can refuse
         try:
-            state_dict = dict(state_dict)  # hooks may change it, and the caller's stays as it is
-            for first in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = first(self, state_dict) or state_dict
+            state_dict = run_pre_hooks(self, state_dict)
             trial = build(self._class, without_params(self.param_groups), self._defaults, {})
             rank = self._channel.rank
             state_dict, plan, entries = read_saved(state_dict, self.param_groups, self._layouts, plan, rank, trial)
-            load_options(state_dict["param_groups"], loaded)
+            load_options(trial.param_groups, loaded)
+            others = copy.deepcopy(beside_state(state_dict))
             build(self._class, without_params(loaded), self._defaults, {})  # refuses before anything is sent
+            entries = copy.deepcopy(entries)
         except Exception as error:
             failure = error
         agree(self._channel, Claim("load_state_dict", failure, Facts([plan.digest()])))
-        self._engine.load(loaded, plan, copy.deepcopy(entries))
-        load_options(state_dict["param_groups"], self.param_groups)
-        for last in self._optimizer_load_state_dict_post_hooks.values():
-            last(self)
+        self._engine.load(loaded, plan, entries, others)
+        load_options(loaded, self.param_groups)
+        run_post_hooks(self)
 
     def check_whole(self, what: str) -> None:
         """Raise where ranks hold something else than the weights and the state of the last step."""

@@ -10,6 +10,7 @@ passes of a step. It steps its own share with what the others have, and with the
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ class FastLaneJoinHook(JoinHook):
     """Of one Join context. `optimizer` is a ShardedOptimizer."""
 
     def __init__(self, optimizer: Any, engine: Engine, options: dict[str, Any]) -> None:
-        self._optimizer, self._engine = optimizer, engine
+        self._optimizer, self._engine, self.is_over = optimizer, engine, False
         if engine.keeps_gradients:
             raise ValueError(
                 'Join does not go with ShardConfig(gradients="keep"): what a program does to param.grad is not done '
@@ -48,6 +49,8 @@ class FastLaneJoinHook(JoinHook):
             )
         if call["enable"] and engine.channel.world_size > 1:
             engine.turns.join(self._notify, engine.channel.world_size)
+            # Join has no hook for an error that ends its block: but then it is gone, and nothing of it is left.
+            weakref.finalize(call["self"], _end_join, weakref.ref(self)).atexit = False
 
     @property
     def _groups(self) -> ParamGroups:
@@ -68,7 +71,7 @@ class FastLaneJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Nobody has inputs any more: all ranks hold the same weights and options, and gradients of the same passes."""
-        self._engine.turns.leave_join()
+        self.leave()
         self._engine.synchronize()
         poll = open_poll(self._engine.channel, lambda record: "leave Join")
         poll.ask(bytes([is_last_joiner]))
@@ -81,7 +84,18 @@ class FastLaneJoinHook(JoinHook):
         if not is_last_joiner and (told["are_zero"] or not told["are_held"]):
             # The last loop to end did so after its step, where nothing tells it to those that followed.
             gradients.clear(to_none=not told["are_held"])
+
+    def leave(self) -> None:
+        """The block is over: what the optimizer does is not told to ranks that have no inputs."""
+        self.is_over = True
+        self._engine.turns.leave_join()
         self._optimizer._join_config = _JoinConfig(False, False, False)
+
+
+def _end_join(hook: weakref.ref[FastLaneJoinHook]) -> None:
+    ended = hook()
+    if ended is not None and not ended.is_over:
+        ended.leave()
 
 
 def _follow(engine: Engine, groups: ParamGroups) -> None:

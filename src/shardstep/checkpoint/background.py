@@ -103,12 +103,6 @@ def start(ranks: Ranks, write: Callable[[Verdict], None], memory: torch.Tensor) 
     return saving
 
 
-def forget_memory() -> None:
-    """The next save takes memory of its own."""
-    global _memory
-    _memory = None
-
-
 def _group_of(ranks: Ranks) -> Any:
     return None if ranks.channel is None else ranks.channel.group
 

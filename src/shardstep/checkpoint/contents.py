@@ -32,10 +32,12 @@ class Holding:
 
 @dataclass
 class Loading:
-    """What a rank reads, and what is done with it when all ranks have read theirs."""
+    """What a rank reads, and three calls that take it over. Each is made when all ranks have made the one before."""
 
     wishes: list[Wish] = field(default_factory=list)
-    commit: Callable[[], None] = lambda: None
+    check: Callable[[], None] = lambda: None  # runs code of the class, which may refuse; changes and sends nothing
+    commit: Callable[[], None] = lambda: None  # makes it the optimizer's
+    finish: Callable[[], None] = lambda: None  # calls the program's hooks, which see all that is loaded
 
 
 class Trainer(Protocol):
@@ -48,6 +50,9 @@ class Trainer(Protocol):
     def parameters(self) -> Mapping[str, ParamSpec]:
         """All that it trains, by name."""
 
+    def keeps_master(self, name: str) -> bool:
+        """Whether it keeps exact values of a parameter beside the parameter itself."""
+
     def hold(self) -> Holding:
         """What this rank writes of the state. Views, where that is possible."""
 
@@ -56,6 +61,9 @@ class Trainer(Protocol):
 
     def groups(self) -> list[dict[str, Any]]:
         """Options, with the names of parameters as "params"."""
+
+    def lineages(self) -> list[list[str]]:
+        """Return for each group the names of its optimizer's class and of its base classes."""
 
     def facts(self) -> list[str]:
         """What of its state must be the same on every rank."""

@@ -3,7 +3,8 @@
 [Note: commit] Files are written into a folder with a name of its own, and made durable. Then the manifest, which names
 all of them; then the folder gets its name, by one rename. Whoever is killed leaves a folder that nobody takes for a
 checkpoint. One of the same name is put aside before, and is found there until the new one has the name. What is
-removed gets a name of its own first, by one rename as well: no checkpoint ever has only some of its files.
+removed gets a name of its own first, by one rename as well: no checkpoint ever has only some of its files. Nothing is
+replaced or removed that has anything else in it, such as a user's notes, and nothing is saved inside a checkpoint.
 
     .step-1.partial-<token>    being written, or left by one who was killed
     .step-1.replaced-<token>   a whole checkpoint, as long as there is no step-1
@@ -29,13 +30,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardstep.checkpoint.manifest import Manifest, is_ours, read_manifest
+from shardstep.checkpoint.manifest import CONTENTS, MANIFEST, METADATA, Manifest, is_ours, read_manifest
 
 MISSING = (FileNotFoundError, NotADirectoryError)  # other errors of files, a mount that is gone, may pass
 
 _BLOCK = 1 << 22
 _LEFT_SECONDS = 3600
 _PARTIAL, _ASIDE, _REMOVED, _CONVERTED = "partial", "replaced", "removed", "converted"
+_FILES = re.compile(
+    rf"__\w+\.distcp|{re.escape(MANIFEST)}|{re.escape(CONTENTS)}|{re.escape(METADATA)}"
+)  # of a checkpoint
 _OURS = re.compile(r"\.(?P<name>.+)\.(?P<use>partial|replaced|removed|converted)-[0-9a-f]{8}", re.DOTALL)
 
 
@@ -94,8 +98,8 @@ class Begun:
 
 def begin(path: Path, token: str) -> Begun:
     """A folder to write to. What those who were killed left beside it is removed."""
-    make_folder(path.parent)
     _check_replaceable(path)
+    make_folder(path.parent)
     lock = _locked(path.parent)  # or another job, which begins just now, might sweep before we hold our own
     try:
         _sweep(path.parent)
@@ -105,10 +109,58 @@ def begin(path: Path, token: str) -> Begun:
 
 
 def _check_replaceable(path: Path) -> None:
-    if path.exists() and not is_checkpoint(path) and any(path.iterdir()):
+    """Raise if a checkpoint may not have this name."""
+    check_not_inside(path)
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{path} is a link that leads nowhere: remove it, or give the checkpoint another name")
+    if not path.exists():
+        return
+    if not path.is_dir():
         raise ValueError(
-            f"{path} is a folder of something else: give a checkpoint a name of its own, {path / 'step-1'}"
+            f"{path} is a file, and a checkpoint is a folder: give it a name of its own, or remove the file"
         )
+    if not is_checkpoint(path):
+        if any(path.iterdir()):
+            raise ValueError(
+                f"{path} is a folder of something else: give a checkpoint a name of its own, {path / 'step-1'}"
+            )
+    elif not path.is_symlink() and (others := other_files(path)):  # of a link the checkpoint it leads to stays
+        more = f" and {len(others) - 4} more" if len(others) > 4 else ""
+        raise ValueError(
+            f"{path} is a checkpoint and has other files in it, which would be lost when it is replaced: "
+            f"{', '.join(others[:4])}{more}. Move them elsewhere, or give this checkpoint another name"
+        )
+
+
+def check_not_inside(path: Path) -> None:
+    """Raise if `path` lies inside a checkpoint, or in what is no folder."""
+    for folder in path.parents:
+        if folder.is_dir():
+            break
+        if folder.exists() or folder.is_symlink():
+            kind = "a file" if folder.exists() else "a link that leads nowhere"
+            raise ValueError(f"{folder} is {kind}, so nothing can be written to {path}: give another path")
+    real = path.parent.resolve()
+    for folder in (real, *real.parents):
+        try:
+            is_inside = is_checkpoint(folder)
+        except OSError:  # a file above that this user may not read
+            continue
+        if is_inside:
+            raise ValueError(
+                f"{path} lies inside the checkpoint {folder}, and would be lost when that is replaced or removed: save "
+                f"it beside that, for example as {folder.parent / f'{folder.name}-{path.name}'}"
+            )
+
+
+def other_files(checkpoint: Path) -> list[str]:
+    """Return the names in a checkpoint's folder that the manifest does not list; if it is damaged, names tell them."""
+    names = sorted(one.name for one in checkpoint.iterdir())
+    try:
+        own = {MANIFEST, *read_manifest(checkpoint).files}
+    except ValueError:
+        own = {name for name in names if _FILES.fullmatch(name)}
+    return [name for name in names if name not in own]
 
 
 def _locked(folder: Path) -> int:
@@ -286,11 +338,13 @@ def _has_its_files(found: Found) -> bool:
 
 
 def remove(checkpoint: Path, name: Path) -> None:
-    """At once it is no checkpoint any more; then its files go. One that cannot be removed stays whole."""
+    """At once it is no checkpoint any more; then its files go. One that cannot be removed stays whole, and so does one
+    with other files in it."""
     doomed = _named(name, _REMOVED, secrets.token_hex(4))
     with contextlib.suppress(OSError):
-        checkpoint.rename(doomed)
-        _delete(doomed)
+        if checkpoint.is_symlink() or not other_files(checkpoint):
+            checkpoint.rename(doomed)
+            _delete(doomed)
 
 
 def _delete(doomed: Path) -> None:

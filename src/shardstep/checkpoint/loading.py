@@ -27,7 +27,13 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.folder import MISSING, Found, absolute, checksum_problems, find, size_problems
 from shardstep.checkpoint.manifest import CONTENTS, METADATA, Contents, read_contents, read_manifest
-from shardstep.checkpoint.options import group_problems, warn_of_options
+from shardstep.checkpoint.options import (
+    group_problems,
+    of_other_classes,
+    warn_of_classes,
+    warn_of_options,
+    without_names,
+)
 from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.storage import DamagedError, Wish, is_of_contents, read_wishes
 from shardstep.checkpoint.together import ranks_of
@@ -79,6 +85,11 @@ def _load(path: Path, model: nn.Module, optimizer: Any, ranks: Ranks, *, strict:
     assert read is not None, "agreed"
     with _take_others(model, read.others, ranks):
         _commit(ranks, read.shared, read.loading)
+    try:
+        read.loading.finish()
+    except Exception as error:
+        failure = error
+    ranks.agree("a hook after load", failure)
     return read.extra
 
 
@@ -99,7 +110,7 @@ def _take_others(model: nn.Module, others: Mapping[str, Any], ranks: Ranks) -> I
     try:
         ranks.agree("load", failure)
         yield
-    except Exception:
+    except BaseException:
         model.load_state_dict(before, strict=False)
         raise
 
@@ -128,17 +139,20 @@ def _read(found: Found, contents: Contents, model: nn.Module, optimizer: Any, ra
     groups = list(_read_text(found, contents, contents.groups, "optim.options", "groups")["groups"])
     told = _read_text(found, contents, contents.extra, "extra", "extra", "model")
     problems = [*_model_problems(contents, entries), *_other_problems(told["model"], others)]
-    names = _check(found, contents, problems, trainer, groups, strict=strict)
+    names, groups = _check(found, contents, problems, trainer, groups, strict=strict)
     extra = Extra(told["extra"])
     extra.path, extra.own = found.path, _own_extra(found, contents, ranks)
     loading = Loading() if trainer is None else trainer.load(contents, groups, names)
     shared = _find_shared(contents, entries, trainer, ranks)
+    kept = {} if trainer is None else {name: trainer.keeps_master(name) for name in names}
     staged = [
-        wish_for_whole(weight_key(contents, one.entry.key, one.staged.dtype), one.staged)
-        for one in shared
-        if one.staged is not None
+        wish_for_whole(weight_key(contents, key, to.dtype, keeps_master=kept.get(key, False)), to)
+        for key, to in ((one.entry.key, one.staged) for one in shared)
+        if to is not None
     ]
     read_wishes(found.path, contents.tensors, [*loading.wishes, *staged])
+    loading.wishes.clear()
+    loading.check()
     return _Read(extra, told["model"], shared, loading)
 
 
@@ -156,7 +170,7 @@ def _find_shared(contents: Contents, entries: Sequence[Entry], trainer: Any, ran
 
 @torch.no_grad()
 def _commit(ranks: Ranks, shared: Sequence[_Shared], loading: Loading) -> None:
-    """First the optimizer, whose own code may refuse: then no rank has taken a weight yet."""
+    """All that could refuse has been asked."""
     failure = None
     try:
         loading.commit()
@@ -248,8 +262,9 @@ def _check(
     groups: list[dict[str, Any]],
     *,
     strict: bool,
-) -> set[str]:
-    """The parameters whose state is loaded; ValueError with all that does not fit. `problems` are of the model."""
+) -> tuple[set[str], list[dict[str, Any]]]:
+    """The parameters whose state is loaded, and the groups whose options are; ValueError with all that does not fit.
+    `problems` are of the model."""
     known = set(contents.parameters)
     own = {} if trainer is None else dict(trainer.parameters)
     if trainer is not None:
@@ -258,9 +273,13 @@ def _check(
     if problems and strict:
         raise ValueError(f"{found.path} does not fit:\n  " + "\n  ".join(problems) + "\nstrict=False loads what fits")
     if trainer is not None:
+        others = of_other_classes(groups, trainer.groups(), trainer.lineages())
+        groups = without_names(groups, others)
+        known -= others.keys()
+        warn_of_classes(others, lambda name: contents.parameters[name].state)
         warn_of_options(groups, trainer.groups())
         _warn_of_average(contents, trainer)
-    return {name for name in own if name in known and own[name].shape == contents.parameters[name].shape}
+    return {name for name in own if name in known and own[name].shape == contents.parameters[name].shape}, groups
 
 
 def _model_problems(contents: Contents, entries: Sequence[Entry]) -> Iterator[str]:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from shardstep.stepping.local_optimizer import CLASS, class_of, qualified_name
+from shardstep.stepping.local_optimizer import CLASS, bare_class, class_of, qualified_name
 
 _NO_OPTIONS = ("params", "param_names", CLASS)
 
 
 def class_names(optimizer_class: Any, groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return [qualified_name(class_of(optimizer_class, group)) for group in groups]
+
+
+def lineages(optimizer_class: Any, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return for each group the names of its optimizer's class and of its base classes, whose state it can load."""
+    kinds = [class_of(optimizer_class, group) for group in groups]
+    return [[qualified_name(base) for base in bare_class(kind).__mro__] for kind in kinds]
 
 
 def named_groups(
@@ -85,6 +91,48 @@ def _home(saved: Sequence[Mapping[str, Any]]) -> _Home:
 
 def _group_for(names: Sequence[str], home: _Home) -> Mapping[str, Any] | None:
     return next((home[name] for name in names if name in home), None)
+
+
+def of_other_classes(
+    saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], lineages: Sequence[Sequence[str]]
+) -> dict[str, tuple[Mapping[str, Any], str]]:
+    """By name, parameters that a class has trained which is neither that of here nor a base of it: the group as it was
+    saved, and the class of here."""
+    home = _home(saved)
+    found = [
+        (name, (home[name], group["class"]))
+        for group, known in zip(own, lineages, strict=True)
+        for name in group["params"]
+        if name in home and home[name]["class"] and home[name]["class"] not in known
+    ]
+    return dict(found)
+
+
+def without_names(saved: Sequence[Mapping[str, Any]], names: Container[str]) -> list[dict[str, Any]]:
+    return [{**group, "params": [name for name in group["params"] if name not in names]} for group in saved]
+
+
+def warn_of_classes(
+    others: Mapping[str, tuple[Mapping[str, Any], str]], state_of: Callable[[str], Iterable[str]]
+) -> None:
+    """One warning of what `of_other_classes` has found, and is not loaded; `state_of` a parameter what was saved."""
+    rows: dict[tuple[int, str], list[str]] = {}
+    for name, (group, here) in others.items():
+        rows.setdefault((id(group), here), []).append(name)
+    told = []
+    for (_, here), names in rows.items():
+        group = others[names[0]][0]
+        state = sorted({key for name in names for key in state_of(name)})
+        more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+        told.append(
+            f"{', '.join(names[:12])}{more}, trained by {group['class']}, and by {here} here (state: "
+            f"{', '.join(state) or 'none'}; options: {', '.join(sorted(group['options'])) or 'none'})"
+        )
+    if told:
+        warnings.warn(
+            f"state and options of another class are not loaded, and stay as they are here: {'; '.join(told)}",
+            stacklevel=5,
+        )
 
 
 def take_options(saved: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

@@ -84,8 +84,8 @@ def save(
     is the model of this moment; the next save waits for this one and raises if it failed, as does `wait()` of what is
     returned.
 
-    If a rank fails, all raise, and what was there before is there still. Anything readable at `path` is replaced only
-    by a complete checkpoint.
+    If a rank fails, all raise, and what was there before is there still. A checkpoint at `path` is replaced only by a
+    complete one, and only if nothing else is in its folder; nothing is saved inside a checkpoint.
     """
     ranks = ranks_of(optimizer, model)
     finish_last(ranks)

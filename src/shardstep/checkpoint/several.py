@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,14 @@ class Several:
     def parameters(self) -> Mapping[str, ParamSpec]:
         return {name: spec for one in self._trainers for name, spec in one.parameters.items()}
 
+    def keeps_master(self, name: str) -> bool:
+        return any(one.keeps_master(name) for one in self._trainers if name in one.parameters)
+
     def groups(self) -> list[dict[str, Any]]:
         return [group for one in self._trainers for group in one.groups()]
+
+    def lineages(self) -> list[list[str]]:
+        return [names for one in self._trainers for names in one.lineages()]
 
     def facts(self) -> list[str]:
         return [line for one in self._trainers for line in one.facts()]
@@ -59,8 +65,16 @@ class Several:
     def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
         each = [one.load(contents, groups, names & one.parameters.keys()) for one in self._trainers]
 
-        def commit() -> None:
-            for loading in each:
-                loading.commit()
+        def all_of(steps: list[Callable[[], None]]) -> Callable[[], None]:
+            def run() -> None:
+                for step in steps:
+                    step()
 
-        return Loading([wish for loading in each for wish in loading.wishes], commit)
+            return run
+
+        return Loading(
+            [wish for loading in each for wish in loading.wishes],
+            all_of([loading.check for loading in each]),
+            all_of([loading.commit for loading in each]),
+            all_of([loading.finish for loading in each]),
+        )

@@ -6,9 +6,12 @@ other, of which every rank holds all. Several of them are one (several.py).
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,9 +30,9 @@ from shardstep.checkpoint.contents import (
     wishes_for_range,
 )
 from shardstep.checkpoint.manifest import Contents
-from shardstep.checkpoint.options import class_names, named_groups, take_options
+from shardstep.checkpoint.options import class_names, lineages, named_groups, take_options
 from shardstep.checkpoint.several import Several
-from shardstep.checkpoint.storage import Part, dtype_of
+from shardstep.checkpoint.storage import Part, Wish, dtype_of
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
 from shardstep.memory.views import flat_gradient
 from shardstep.planned import params_of
@@ -38,9 +41,10 @@ from shardstep.sharded_optimizer import ShardedOptimizer
 from shardstep.state.parts import PartOfTensor, parts_by_place
 from shardstep.state.wire_format import Reader
 from shardstep.stepping.average import AVERAGE
-from shardstep.stepping.local_optimizer import apart
-from shardstep.stepping.masters import MASTER, NARROW
+from shardstep.stepping.local_optimizer import apart, is_of_torch, load_options
+from shardstep.stepping.masters import MASTER, NARROW, is_kept
 from shardstep.stepping.rounding import COUNT
+from shardstep.stepping.twin import Twin, run_post_hooks, run_pre_hooks
 
 
 def trainer_of(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> Trainer:
@@ -76,20 +80,24 @@ def values_of(contents: Contents, name: str) -> dict[str, Any]:
     return dict(Reader(text).state) if text else {}
 
 
-def weight_key(contents: Contents, name: str, dtype: torch.dtype) -> str:
-    """Under which a weight is stored; its master, if it was trained in 16 bits and is wanted in another dtype."""
+def weight_key(contents: Contents, name: str, dtype: torch.dtype, *, keeps_master: bool) -> str:
+    """Under which a weight is stored; its master, if the weight was rounded from that, and is wanted exact."""
     master, weight = state_key(name, MASTER), MODEL + name
-    is_wanted = master in contents.tensors and dtype_of(contents.tensors[weight]) is not dtype
-    return master if is_wanted else weight
+    if master not in contents.tensors:
+        return weight
+    stored = dtype_of(contents.tensors[weight])
+    return master if stored is not dtype or (stored not in NARROW and not keeps_master) else weight
 
 
 class FastLane:
     """A ShardedOptimizer. Frozen parameters are the model's affair; their state is held by pieces as that of others."""
 
     def __init__(self, optimizer: ShardedOptimizer, names: list[str]) -> None:
+        optimizer.check_open()
         self._optimizer, self._engine = optimizer, optimizer._engine
         self._params = params_of(optimizer.param_groups)
         self._specs = [replace(spec, name=name) for spec, name in zip(self._engine.plan.params, names, strict=True)]
+        self.parameters: Mapping[str, ParamSpec] = {spec.name: spec for spec in self._specs}
         rows = zip(self._params, self._specs, strict=True)
         self.names: Mapping[torch.Tensor, str] = {param: spec.name for param, spec in rows if spec.trainable}
         self.has_average = self._engine.share.average is not None
@@ -98,9 +106,8 @@ class FastLane:
             self._own.setdefault(piece.param, []).append(piece)
         self._place = {param: place for place, param in enumerate(self._params)}
 
-    @property
-    def parameters(self) -> Mapping[str, ParamSpec]:
-        return {spec.name: spec for spec in self._specs}
+    def lineages(self) -> list[list[str]]:
+        return lineages(self._optimizer._class, self._optimizer.param_groups)
 
     def groups(self) -> list[dict[str, Any]]:
         optimizer = self._optimizer
@@ -116,7 +123,13 @@ class FastLane:
         place = self._place[param]
         for piece in self._own.get(place, ()):
             flat = flat_gradient(param, param.detach())[piece.start : piece.stop]
-            yield from parts_of_range(key, param, flat, piece.start, piece.stop)
+            yield from parts_of_range(key, param, self._exact.get(piece, flat), piece.start, piece.stop)
+
+    @cached_property
+    def _exact(self) -> Mapping[Piece, torch.Tensor]:
+        """What weights are rounded from that are rounded to travel: in a checkpoint that is the weight."""
+        masters = self._engine.share.masters
+        return {} if masters is None else masters.of_encoded()
 
     def hold(self) -> Holding:
         held = Holding()
@@ -125,6 +138,8 @@ class FastLane:
         for place, entry in parts_by_place(entries, self._params).items():
             name = self._specs[place].name
             for key, value in entry.items():
+                if key == MASTER and self._specs[place].trainable and self._specs[place].wire:
+                    continue  # it is the weight: see _exact
                 if isinstance(value, PartOfTensor):
                     if value.is_whole and place not in first:
                         continue
@@ -141,42 +156,56 @@ class FastLane:
     # -- loading ------------------------------------------------------------------------------------------------------
 
     def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
-        """Wishes for what this rank holds, of the parameters `names`; nothing of the optimizer's is touched before
-        `commit`."""
+        """Wishes for what this rank holds: state of the parameters `names`, and every weight that is there. Nothing of
+        the optimizer's is touched before `commit`."""
+        _warn_of_hooks(self._optimizer)
         loading = Loading()
-        entries: dict[Piece, dict[str, Any]] = {}
+        entries = self._engine.share.entries()  # what is not loaded stays
         weights: dict[Piece, torch.Tensor] = {}
         for place, pieces in self._own.items():
             spec, param = self._specs[place], self._params[place]
-            if spec.name not in names:
-                continue
+            stored = contents.tensors.get(MODEL + spec.name)
+            has_weight = spec.trainable and stored is not None and stored.shape == spec.shape
+            # What goes with the class, and what with the weight.
+            wanted = (MASTER, AVERAGE) if has_weight else ()
+            keys = [key for key in self._keys(contents, spec.name) if spec.name in names or key in wanted]
             for piece in pieces:
-                entry = entries[piece] = values_of(contents, spec.name)
-                for key in self._keys(contents, spec.name, param):
+                kept = {key: value for key, value in entries.get(piece, {}).items() if key not in wanted}
+                if not is_of_torch(self._optimizer._class):  # its own code may write to what stays, and then refuse
+                    kept = copy.deepcopy(kept)
+                entry = values_of(contents, spec.name) if spec.name in names else kept
+                for key in keys:
                     entry[key] = self._wish(loading, contents, piece, spec, param, key)
-                if spec.trainable and MODEL + spec.name in contents.tensors:
+                if has_weight:
                     weights[piece] = self._wish_weights(loading, contents, piece, spec, param, entry)
-        kept = {piece: entry for piece, entry in self._engine.share.entries().items() if piece not in entries}
+                entries[piece] = entry
+        groups_of = self._optimizer.param_groups
+        loaded, made = apart(groups_of), []
+
+        def check() -> None:
+            take_options(groups, loaded, [spec.name for spec in self._specs])
+            taken = {piece: entry for piece, entry in entries.items() if entry}
+            for held in (entries, loading.wishes):  # or it would be in memory twice, when it is joined into runs
+                held.clear()
+            made.append(self._engine.prepare_state(loaded, taken, weights, {}))
 
         def commit() -> None:
-            engine, own = self._engine, self._optimizer.param_groups
-            names, loaded = [spec.name for spec in self._specs], apart(own)
-            take_options(groups, loaded, names)
-            taken = {**kept, **{piece: entry for piece, entry in entries.items() if entry}}
-            for held in (kept, entries, loading.wishes):  # or it would be in memory twice, when it is joined into runs
-                held.clear()
-            engine.take_state(loaded, taken)  # first, and by all ranks or none: the class may refuse it
-            take_options(groups, own, names)
-            engine.take_weights(weights)
+            self._engine.take_state(made.pop(), loaded)
+            load_options(loaded, groups_of)
+            self._engine.take_weights(weights)
             weights.clear()
 
-        loading.commit = commit
+        loading.check, loading.commit = check, commit
+        loading.finish = lambda: run_post_hooks(self._optimizer)
         return loading
 
-    def _keys(self, contents: Contents, name: str, param: torch.Tensor) -> list[str]:
-        share = self._engine.share
-        wanted = {MASTER: share.masters is not None and param.dtype in NARROW, AVERAGE: share.average is not None}
-        return [key for key in contents.parameters[name].state if wanted.get(key, True)]
+    def _keys(self, contents: Contents, name: str) -> list[str]:
+        wanted = {MASTER: self.keeps_master(name), AVERAGE: self.has_average}
+        saved = contents.parameters[name].state if name in contents.parameters else ()
+        return [key for key in saved if wanted.get(key, True)]
+
+    def keeps_master(self, name: str) -> bool:
+        return self._engine.share.masters is not None and is_kept(self.parameters[name])
 
     def _wish(
         self, loading: Loading, contents: Contents, piece: Piece, spec: ParamSpec, param: torch.Tensor, key: str
@@ -205,13 +234,15 @@ class FastLane:
         param: torch.Tensor,
         entry: dict[str, Any],
     ) -> torch.Tensor:
-        target = torch.empty(piece.numel, dtype=param.dtype, device=param.device)
-        key = weight_key(contents, spec.name, param.dtype)
+        keeps_master = self.keeps_master(spec.name)
+        key = weight_key(contents, spec.name, param.dtype, keeps_master=keeps_master)
+        if MASTER in entry and (spec.wire or key != MODEL + spec.name):
+            return cast(torch.Tensor, entry[MASTER])  # it is rounded when it becomes the weight
+        is_master = keeps_master and MASTER not in entry
+        target = torch.empty(piece.numel, dtype=torch.float32 if is_master else param.dtype, device=param.device)
         loading.wishes.extend(wishes_for_range(key, param, target, piece.start, piece.stop))
-        masters = self._engine.share.masters
-        if masters is not None and param.dtype in NARROW and MASTER not in entry:
-            wide = entry[MASTER] = torch.empty(piece.numel, dtype=torch.float32, device=param.device)
-            loading.wishes.extend(wishes_for_range(MODEL + spec.name, param, wide, piece.start, piece.stop))
+        if is_master:
+            entry[MASTER] = target
         return target
 
 
@@ -220,6 +251,9 @@ class _Whole:
 
     names: Mapping[torch.Tensor, str] = {}  # of trained parameters no rank holds a part
     has_average = False
+
+    def keeps_master(self, name: str) -> bool:
+        return False
 
     def __init__(self, optimizer: Any, names: list[str]) -> None:
         self._optimizer, self._names = optimizer, names
@@ -250,34 +284,39 @@ class _Whole:
         return held
 
     def _load(
-        self, contents: Contents, groups: list[dict[str, Any]], names: set[str], mine: Callable[[int], bool]
-    ) -> Loading:
-        """The state_dict of the unsharded optimizer; tensors of parameters that are not `mine` take no memory."""
-        loading = Loading()
+        self, contents: Contents, groups: list[dict[str, Any]], names: set[str], own: Mapping[Any, Any]
+    ) -> tuple[list[Wish], Callable[[], dict[str, Any]]]:
+        """Wishes, and what gives the state_dict of the unsharded optimizer when they have been read.
+
+        `own` is the state that this rank has, and has for every parameter that it holds: what is not loaded stays. Of
+        parameters that are not among them tensors take no memory.
+        """
+        wishes: list[Wish] = []
         state: dict[int, dict[str, Any]] = {}
         for place, name in enumerate(self._names):
             if name not in names:
+                if own.get(place):
+                    state[place] = own[place]
                 continue
             entry = values_of(contents, name)
             for key in contents.parameters[name].state:
                 if key in (MASTER, AVERAGE, COUNT):
                     continue
                 stored = contents.tensors[state_key(name, key)]
-                if stored.shape and not mine(place):
+                if stored.shape and place not in own:
                     entry[key] = torch.empty((), dtype=dtype_of(stored)).expand(stored.shape)
                     continue
                 entry[key] = torch.empty(stored.shape, dtype=dtype_of(stored), device="cpu")
-                loading.wishes.append(wish_for_whole(state_key(name, key), entry[key]))
+                wishes.append(wish_for_whole(state_key(name, key), entry[key]))
             if entry:
                 state[place] = entry
 
-        def commit() -> None:
+        def read() -> dict[str, Any]:
             loaded = apart(self._optimizer.param_groups)  # or they would be changed where its own code refuses the rest
             take_options(groups, loaded, self._names)
-            self._optimizer.load_state_dict({"state": state, "param_groups": _by_place(loaded)})
+            return {"state": state, "param_groups": _by_place(loaded)}
 
-        loading.commit = commit
-        return loading
+        return wishes, read
 
 
 def _by_place(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -308,6 +347,9 @@ class Plain(_Whole):
         own = self._optimizer.param_groups
         return named_groups(own, self._names, class_names(type(self._optimizer), own))
 
+    def lineages(self) -> list[list[str]]:
+        return lineages(type(self._optimizer), self._optimizer.param_groups)
+
     def hold(self) -> Holding:
         state = self._optimizer.state_dict()["state"]
         return self._hold({place: entry for place, entry in state.items() if self._is_mine(place)})
@@ -316,7 +358,17 @@ class Plain(_Whole):
         return not isinstance(place, int) or place % self._world_size == self._rank
 
     def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
-        return self._load(contents, groups, names, lambda place: True)
+        optimizer = self._optimizer
+        own = {place: {} for place in range(len(self._names))} | optimizer.state_dict()["state"]
+        wishes, read = self._load(contents, groups, names, own)
+        made: list[Twin] = []
+
+        def check() -> None:
+            state_dict = run_pre_hooks(optimizer, read())
+            made.append(Twin(optimizer))
+            made[0].load(state_dict)
+
+        return Loading(wishes, check, lambda: made.pop().take(), lambda: run_post_hooks(optimizer))
 
 
 def _brief(value: Any) -> str:
@@ -333,11 +385,31 @@ class DropIn(_Whole):
         own = self._optimizer.param_groups
         return named_groups(own, self._names, class_names(type(self._optimizer.optim), own))
 
+    def lineages(self) -> list[list[str]]:
+        return lineages(type(self._optimizer.optim), self._optimizer.param_groups)
+
     def hold(self) -> Holding:
         self._optimizer._check_overlap_initialized()
         return self._hold(self._optimizer._shard.entries())
 
     def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
-        self._optimizer._check_overlap_initialized()
-        holders, rank = self._optimizer._shard.plan.holders(), self._optimizer.rank
-        return self._load(contents, groups, names, lambda place: holders[place] == rank)
+        optimizer = self._optimizer
+        optimizer._check_overlap_initialized()
+        mine = [place for place, rank in enumerate(optimizer._shard.plan.holders()) if rank == optimizer.rank]
+        wishes, read = self._load(contents, groups, names, {place: {} for place in mine} | optimizer._shard.entries())
+        made: list[Any] = []
+        return Loading(
+            wishes,
+            lambda: made.append(optimizer.prepare_state(read())),
+            lambda: optimizer.take_state(made.pop()),
+            lambda: run_post_hooks(optimizer),
+        )
+
+
+def _warn_of_hooks(optimizer: Any) -> None:
+    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):
+        warnings.warn(
+            "register_load_state_dict_pre_hook: shardstep.load calls no such hook of shard(...), because ranks read "
+            "their own parts, and none has a state_dict to show; opt.load_state_dict() does",
+            stacklevel=6,
+        )

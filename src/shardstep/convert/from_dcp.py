@@ -33,7 +33,8 @@ def read(path: Path, *, with_extra: bool = True) -> Source:
     names = [name for group in source.groups for name in group.params]
     model = _model_prefix([key for key in folder.tensors if key not in set(below)], names, path)
     for key in folder.tensors:
-        if key.startswith(model) and (optimizer is None or not key.startswith(optimizer)):
+        of_model = key.startswith(model) and (optimizer is None or not key.startswith(optimizer))
+        if of_model and not _in_extra_state(folder, key):
             source.model[key.removeprefix(model)] = folder.lazy(key)
     if optimizer is not None:
         _take_state(source, folder, optimizer + _STATE, below)
@@ -164,13 +165,16 @@ def _nested_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group]:
 
 def _flattened_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group]:
     """<parameter>.<option>: parameters whose options are the same were one group, or might have been."""
-    by_name: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[tuple[Any, ...], Any]] = {}
     for short, key in options.items():
-        name, option = short.rsplit(".", 1)
-        by_name.setdefault(name, {})[option] = folder.value(key)
+        steps = list(_steps(short))
+        place = max(number for number, step in enumerate(steps) if isinstance(step, str))  # behind it: places in a list
+        name = ".".join(map(str, steps[:place]))
+        found.setdefault(name, {})[tuple(steps[place:])] = folder.value(key)
+    by_name = {name: _nested(values) for name, values in found.items()}
     together: dict[str, list[str]] = {}
-    for name, found in by_name.items():
-        text, tensors = encode(dict(sorted(found.items())))
+    for name, own in by_name.items():
+        text, tensors = encode(dict(sorted(own.items())))
         mark = text + json.dumps([tensor.tolist() for tensor in tensors])
         together.setdefault(mark, []).append(name)
     return [Group(tuple(names), by_name[names[0]]) for names in together.values()]
@@ -205,10 +209,26 @@ def _owner(short: str, trained: Mapping[str, Trained], path: Path) -> tuple[str,
 
 def _others(folder: _Folder, model: str, rest: list[str]) -> tuple[dict[str, Any], list[str]]:
     """What is no tensor in the model's state_dict, and what is none of the model's."""
-    if not model:
-        return {}, rest
-    inside = [key for key in rest if key.startswith(model)]
-    return {key.removeprefix(model): folder.value(key) for key in inside}, [key for key in rest if key not in inside]
+    inside: dict[tuple[Any, ...], Any] = {}
+    for key in rest:
+        place = _in_extra_state(folder, key) or ((key,) if model else ())
+        if place and key.startswith(model):
+            inside[(place[0].removeprefix(model), *place[1:])] = key
+    left = set(rest) - set(inside.values())
+    values = {place: folder.value(key) for place, key in inside.items()}
+    return _nested(values), [key for key in rest if key in left]
+
+
+def _in_extra_state(folder: _Folder, key: str) -> tuple[Any, ...]:
+    """Where a value lies in what a module's get_extra_state() gave, whose dicts and lists torch stores item by item.
+
+    The key of the state_dict, and the steps from there; nothing for all other keys.
+    """
+    path = _path_of(folder, key)
+    for number, step in enumerate(path):
+        if str(step).endswith("_extra_state"):
+            return ".".join(map(str, path[: number + 1])), *path[number + 1 :]
+    return ()
 
 
 def _path_of(folder: _Folder, key: str) -> tuple[Any, ...]:
@@ -223,7 +243,7 @@ def _steps(short: str) -> Iterator[Any]:
 
 
 def _nested(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """Dicts within dicts, by paths; one whose keys are 0, 1, 2 ... was a list."""
+    """Dicts within dicts, by paths; one whose keys are the numbers 0, 1, 2 ..., in any order, was a list."""
     root: dict[Any, Any] = {}
     for path, value in values.items():
         inner = root
@@ -231,6 +251,8 @@ def _nested(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
             inner = inner.setdefault(step, {})
             if not isinstance(inner, dict):
                 raise SourceError(f"{'.'.join(map(str, path))} lies within something that is no dict")
+        if path[-1] in inner:
+            raise SourceError(f"{'.'.join(map(str, path))} is a value, and other values lie within it")
         inner[path[-1]] = value
     return {key: _listed(value) for key, value in root.items()}
 
@@ -239,6 +261,7 @@ def _listed(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     inner = {key: _listed(item) for key, item in value.items()}
-    if inner and list(inner) == list(range(len(inner))):
-        return list(inner.values())
+    # Several ranks may have written it: then its items come in the order of the ranks.
+    if inner and inner.keys() == set(range(len(inner))):
+        return [inner[place] for place in range(len(inner))]
     return inner

@@ -1,12 +1,12 @@
 """Reads files of torch.save: a model's state_dict, an optimizer's, or both in a dict, under whatever names.
 
-The optimizer's is known by "state" and "param_groups"; the model's is a dict of tensors. The state_dict that torch's or
-our ZeroRedundancyOptimizer consolidates has the same form.
+The optimizer's is known by "state" and "param_groups", and may be in a list, as in a file of Lightning; the model's is
+a dict of tensors. The state_dict that torch's or our ZeroRedundancyOptimizer consolidates has the same form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def read(path: Path, also: Path | None = None, names: Sequence[str] | None = Non
     elif names is not None:
         raise SourceError(f"{path} has no optimizer's state, for which names were given")
     source.extra = dict(found.rest)
+    source.notes += [f"{place} looks like an optimizer's state: it is kept in extra" for place in _left_in(found.rest)]
     source.extra_of_ranks = tuple(found.ours.get(OF_RANKS, ()))
     return source
 
@@ -60,11 +61,12 @@ def _parts(loaded: Any, path: Path) -> _Parts:
         return _Parts(model=loaded)
     if isinstance(loaded.get(OURS), Mapping):
         return _Parts(loaded.get("model"), loaded.get("optimizer"), loaded.get("extra"), loaded[OURS])
-    optimizers = [key for key, value in loaded.items() if _is_optimizer(value)]
+    optimizers = _optimizers(loaded)
     models = [key for key, value in loaded.items() if _is_model(value)]
     if len(optimizers) > 1:
         raise SourceError(
-            f"{path} has {len(optimizers)} optimizers ({', '.join(map(str, optimizers))}): one is expected"
+            f"{path} has {len(optimizers)} optimizers ({', '.join(optimizers)}): one is expected. Save each with its "
+            "part of the model in a file of its own"
         )
     if len(models) > 1:
         models = [key for key in _LIKELY if key in models][:1] or models
@@ -74,8 +76,10 @@ def _parts(loaded: Any, path: Path) -> _Parts:
         )
     if not models and not optimizers:
         raise SourceError(f"{path} has neither a model's state_dict nor an optimizer's: {_shown(loaded)}")
-    rest = {key: value for key, value in loaded.items() if key not in (*models, *optimizers)}
-    return _Parts(loaded[models[0]] if models else None, loaded[optimizers[0]] if optimizers else None, rest)
+    optimizer = next(iter(optimizers.values()), None)
+    rest = {key: _without(value, optimizer) for key, value in loaded.items() if key not in models}
+    rest = {key: left for key, left in rest.items() if left is loaded[key] or left}
+    return _Parts(loaded[models[0]] if models else None, optimizer, rest)
 
 
 def _joined(one: _Parts, other: _Parts, path: Path, also: Path) -> _Parts:
@@ -92,10 +96,48 @@ def _joined(one: _Parts, other: _Parts, path: Path, also: Path) -> _Parts:
 
 def _is_optimizer(value: Any) -> bool:
     return (
-        isinstance(value, Mapping)
-        and isinstance(value.get("state"), Mapping)
-        and isinstance(value.get("param_groups"), list | tuple)
+        isinstance(value, Mapping) and isinstance(value.get("state"), Mapping) and _is_list(value.get("param_groups"))
     )
+
+
+def _optimizers(loaded: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the optimizers in a dict by key; if it has none, those in its lists and dicts (Lightning saves a list)."""
+    found = {str(key): value for key, value in loaded.items() if _is_optimizer(value)}
+    if found:
+        return found
+    for key, value in loaded.items():
+        inside = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else ()
+        found |= {f"{key}[{place!r}]": one for place, one in inside if _is_optimizer(one)}
+    return found
+
+
+def _left_in(value: Any, path: str = "") -> Iterator[str]:
+    """Where else there are any."""
+    if _is_optimizer(value):
+        yield path
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _left_in(one, f"{path}[{key!r}]" if path else str(key))
+    elif _is_list(value):
+        for number, one in enumerate(value):
+            yield from _left_in(one, f"{path}[{number}]")
+
+
+def _without(value: Any, optimizer: Any) -> Any:
+    """A part of the file without the optimizer, if that is in it."""
+    if optimizer is None:
+        return value
+    if value is optimizer:
+        return None
+    if _is_list(value) and any(one is optimizer for one in value):
+        return [one for one in value if one is not optimizer]
+    if isinstance(value, Mapping) and any(one is optimizer for one in value.values()):
+        return {key: one for key, one in value.items() if one is not optimizer}
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _is_model(value: Any) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardstep.checkpoint.folder import converted_of, sync
+from shardstep.checkpoint.folder import check_not_inside, converted_of, sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Target:
 
 
 def check_free(path: Path, *, force: bool) -> None:
+    check_not_inside(path)
     if (path.exists() or path.is_symlink()) and not force:
         raise FileExistsError(f"{path} is there already: name another place, or replace it with --force")
 

@@ -61,7 +61,7 @@ class _OverlapInfo:
         self.offsets: dict[int, int] = {}  # bucket -> place of its first parameter among this rank's
         self.assigned_ranks_per_bucket: list[set[int]] = []
         self.num_bucket_assignments = 0
-        self.total_size: int | None = None
+        self.total_size: int | None = None  # elements in all buckets, where buckets are cut between ranks
         # Within one backward pass
         self.broadcast_handles: list[Any] = []
         self.bucket_indices_seen: list[int] = []
@@ -138,6 +138,8 @@ class OverlappedStep:
         messages: list[list[list[FlatMessage]]] = [[[] for _ in ranks] for _ in info.params_per_bucket]
         info.assigned_ranks_per_bucket = [set() for _ in info.params_per_bucket]
         info.num_bucket_assignments = len(layout.assignments)
+        if info.shard_buckets:
+            info.total_size = sum(param.numel() for bucket in info.params_per_bucket for param in bucket)
         for part in layout.assignments:
             params = info.params_per_bucket[part.bucket][part.start : part.stop]
             assignment = _DDPBucketAssignment(part.bucket, params, part.start)

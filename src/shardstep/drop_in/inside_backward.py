@@ -130,7 +130,7 @@ class InsideBackward:
         entries = shard.entries()
         moves: dict[Any, tuple[int, int]] = dict.fromkeys(entries, (rank, rank))  # what belongs to no parameter stays
         moves.update(enumerate(zip(old, layout.holders, strict=True)))
-        entries = move_state(self._channel, entries, moves)
+        entries = move_state(self._channel, entries, moves, "sharing out parameters by DDP's buckets")
         specs = shard.plan.params
         plan = make_plan(specs, Layout.WHOLE, world_size=self._channel.world_size, holders=layout.holders)
         shard.share_out(groups, plan, entries)

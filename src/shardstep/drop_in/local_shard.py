@@ -10,11 +10,12 @@ from torch.optim import Optimizer
 
 from shardstep.memory.views import storage_order
 from shardstep.planning import Layout, Plan, make_plan, read_specs
-from shardstep.state.state_dict import check_options, check_state_dict, describe, local_part
+from shardstep.state.state_dict import check_options, check_state_dict, local_part
 from shardstep.stepping.counters import Counters, resume
 from shardstep.stepping.local_optimizer import build, copy_options, dealt_to, local_groups
 from shardstep.stepping.options import WatchedOptions, class_line, option_lines
 from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
+from shardstep.stepping.twin import Twin
 from shardstep.wire.agreement import Facts
 
 _SCHEDULED = {"lr", "momentum", "betas", "weight_decay"}  # what programs change as they go
@@ -49,7 +50,7 @@ class LocalShard:
         resume(self.optim, self.counted)
         place = {index: number for number, index in enumerate(dealt_to(plan, self._rank))}
         state = {place[key] if isinstance(key, int) else key: entry for key, entry in entries.items()}
-        self.optim.load_state_dict({"state": state, "param_groups": self.optim.state_dict()["param_groups"]})
+        self.optim.load_state_dict({**self.optim.state_dict(), "state": state})
 
     def grow(self, groups: Groups, plan: Plan) -> None:
         """Take this rank's part of the last of `groups`, which `plan` has and the optimizer has not."""
@@ -112,13 +113,14 @@ class LocalShard:
         state = self.optim.state_dict()["state"]
         return {mine[key] if isinstance(key, int) else key: entry for key, entry in state.items()}
 
-    def load(self, state_dict: Mapping[str, Any], groups: Groups) -> Facts:
-        """Load this rank's part. Returns what must be the same on every rank."""
+    def loaded(self, state_dict: Mapping[str, Any], groups: Groups) -> Twin:
+        """Return a twin of the local optimizer that has loaded this rank's part, and may be taken."""
         specs, before = self.plan.params, self.optim.param_groups
         keys = check_state_dict(state_dict, specs, [len(group["params"]) for group in groups], type(self.optim))
-        self.optim.load_state_dict(local_part(state_dict, keys, dealt_to(self.plan, self._rank), specs))
-        check_options(self.optim, before)
-        return Facts(describe(state_dict))
+        twin = Twin(self.optim)
+        twin.load(local_part(state_dict, keys, dealt_to(self.plan, self._rank), specs))
+        check_options(twin.optimizer, before)
+        return twin
 
 
 def plan_for(groups: Groups, travels: Sequence[bool], world_size: int) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -19,9 +20,10 @@ from shardstep.drop_in.local_shard import LocalShard, loaded_groups, params_of, 
 from shardstep.drop_in.strategy import Setting, Strategy
 from shardstep.state.consolidation import consolidate
 from shardstep.state.saved_state import SavedState
-from shardstep.state.state_dict import pack_groups
+from shardstep.state.state_dict import describe, pack_groups
 from shardstep.stepping.local_optimizer import check_optimizer_class, copy_options, is_of_torch
 from shardstep.stepping.probe import probe
+from shardstep.stepping.twin import Twin, run_post_hooks, run_pre_hooks
 from shardstep.wire.agreement import Claim, Facts, agree
 from shardstep.wire.channel import accelerator_among, open_channel
 
@@ -99,7 +101,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         except Exception as error:
             failure = error
         agree(self._channel, Claim("ZeroRedundancyOptimizer(...)", failure, facts))
-        self._channel = open_channel(process_group, accelerator_among(self._index_to_param))
+        self._channel = open_channel(process_group, accelerator_among(self._all_params))
         self._overlap_info = _OverlapInfo(self.world_size)
         self._saved = SavedState()
         setting = Setting(self._channel, self._shard, self._saved)
@@ -117,7 +119,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._refuse_coupled(optimizer_class, defaults, groups)
         Optimizer.__init__(self, groups, defaults)
         Joinable.__init__(self)
-        plan = plan_for(self.param_groups, travelling(self._index_to_param), self.world_size)
+        plan = plan_for(self.param_groups, travelling(self._all_params), self.world_size)
         self._shard = LocalShard(optimizer_class, defaults, self.rank, self.param_groups, plan)
         # A scheduler asks for options that only the local optimizer knows, such as momentum.
         self.defaults = dict(self.optim.defaults)
@@ -136,6 +138,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise ValueError(finding.refusal)
 
     # -- what programs read -------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain what a copied or unpickled optimizer lacks; a copy of torch's class is of no use either."""
+        what = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if "initialized" not in vars(self):
+            what = (
+                "this is a copy of a ZeroRedundancyOptimizer, or was unpickled: it has no process group and steps "
+                "nothing. Build one over the parameters, and give it the state by load_state_dict()"
+            )
+        raise AttributeError(what)
 
     @property
     def process_group(self) -> Any:
@@ -173,20 +185,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._state_before_build = value
 
     @property
-    def _index_to_param(self) -> list[torch.Tensor]:
+    def _all_params(self) -> list[torch.Tensor]:
+        """All parameters, in the order of the param groups: the order of a state_dict."""
         return params_of(self.param_groups)
 
     @property
+    def _index_to_param(self) -> list[torch.Tensor]:
+        return self._all_params
+
+    @property
     def _param_to_index(self) -> dict[torch.Tensor, int]:
-        return {param: index for index, param in enumerate(self._index_to_param)}
+        return {param: index for index, param in enumerate(self._all_params)}
 
     @property
     def _param_to_rank(self) -> dict[torch.Tensor, int]:
-        return dict(zip(self._index_to_param, self._shard.plan.holders(), strict=True))
+        return dict(zip(self._all_params, self._shard.plan.holders(), strict=True))
 
     @property
     def _device_to_device_index(self) -> dict[torch.device, int]:
-        return {device: number for number, device in enumerate(dict.fromkeys(p.device for p in self._index_to_param))}
+        return {device: number for number, device in enumerate(dict.fromkeys(p.device for p in self._all_params))}
 
     @property
     def _buckets(self) -> list[list[torch.Tensor]]:
@@ -286,26 +303,30 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         Called on all ranks with the same dict; each keeps its part. The dict is not written to. If it does not fit, all
         ranks raise and the optimizer is as before.
         """
+        failure, loaded, facts = None, None, Facts()
         self._check_overlap_initialized()
-        before = (self.optim.state, self.optim.param_groups)
-        failure, facts = None, Facts()
         try:
-            for hook in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = dict(state_dict)
-                state_dict = hook(self, state_dict) or state_dict
-            facts = self._shard.load(state_dict, self.param_groups)
+            loaded = self.prepare_state(state_dict)
+            facts = Facts(describe(loaded.state_dict))
         except Exception as error:
             failure = error
-        try:
-            agree(self._channel, Claim("load_state_dict", failure, facts))
-        except Exception:
-            self.optim.state, self.optim.param_groups = before
-            raise
-        self.param_groups[:] = loaded_groups(self.param_groups, self.optim.param_groups, state_dict["param_groups"])
+        agree(self._channel, Claim("load_state_dict", failure, facts))
+        assert loaded is not None, "agreed"
+        self.take_state(loaded)
+        run_post_hooks(self)
+
+    def prepare_state(self, state_dict: Mapping[str, Any]) -> LoadedPart:
+        """Load this rank's part beside what there is, for `take_state`; only hooks may change anything here."""
+        state_dict = run_pre_hooks(self, state_dict) if isinstance(state_dict, Mapping) else state_dict
+        return LoadedPart(self._shard.loaded(state_dict, self.param_groups), state_dict)
+
+    def take_state(self, loaded: LoadedPart) -> None:
+        """Take what was prepared. No code of the class runs here."""
+        loaded.twin.take()
+        saved = loaded.state_dict
+        self.param_groups[:] = loaded_groups(self.param_groups, self.optim.param_groups, saved["param_groups"])
         self._strategy.reloaded()
-        self._saved.loaded(empty=not state_dict["state"])
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
+        self._saved.loaded(empty=not saved["state"])
 
     def _check_overlap_initialized(self) -> None:
         self._strategy.check_has_state()
@@ -342,11 +363,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return self._index_to_param[0].device
+        return self._all_params[0].device
 
     @property
     def join_process_group(self) -> Any:
         return self.process_group
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPart:
+    """A twin of the local optimizer that has loaded `state_dict`, and takes its place when all ranks agree."""
+
+    twin: Twin
+    state_dict: Mapping[str, Any]
 
 
 class _ZeROJoinHook(JoinHook):

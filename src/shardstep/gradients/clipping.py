@@ -6,29 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from shardstep.gradients.norms import total_norm
-from shardstep.wire.transport import Transport
-
 
 @torch.no_grad()
-def norm_and_factor(
-    transport: Transport,
-    shards: Sequence[torch.Tensor],
-    max_norm: float,
-    norm_type: float,
-    like: torch.Tensor,
-    *,
-    error_if_nonfinite: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """On all ranks. The norm in the dtype of the gradients, and what to multiply them with; on the device of `like`."""
-    norm = total_norm(transport, shards, norm_type, like)
+def factor_for(norm: torch.Tensor, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+    """Return the factor that clips gradients of this norm; it lies on the device of `norm`."""
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped; "
             "pass error_if_nonfinite=False to scale by it anyway"
         )
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as torch's
-    return norm.to(shards[0].dtype.to_real() if shards else like.dtype.to_real()), factor
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)  # nan stays nan, as torch's
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -29,7 +30,11 @@ class KeptGradients:
             torch.empty_like(param.detach()) if place in given.memory.homes else param.new_empty(0)
             for place, param in enumerate(given.params)
         ]
-        self._mean_memory = FlatMemory(given.memory.plan, self._means, given.channel.rank)
+        plan = given.memory.plan
+        # Asked for another dtype, gradients are reduced in that, and their mean travels as it is. One rank sends none.
+        if given.wire_dtype is not None or given.channel.world_size == 1:
+            plan = replace(plan, buckets=tuple(replace(bucket, wire="") for bucket in plan.buckets))
+        self._mean_memory = FlatMemory(plan, self._means, given.channel.rank)
         self._gathers = given.transport.range_gathers(self._mean_memory.buckets, ring=True)
         self._sender: Sender = EachByItself()
         after_pass = weakref.WeakMethod(self._after_pass)  # a cycle would keep the hooks alive when this is dropped
@@ -135,8 +140,8 @@ class KeptGradients:
         del param
         return False
 
-    def give_up(self) -> Kept:
-        kept = self._inner.give_up()
+    def kept(self) -> Kept:
+        kept = self._inner.kept()
         return Kept(kept.phase, kept.used, {})  # the gradients themselves are in `param.grad`
 
     @property

@@ -1,6 +1,7 @@
 """Norms of gradients of which every rank holds a part: each computes what it holds, and one small sum adds up.
 
-Nothing here asks a device for a number: what comes out is a tensor where the gradients are.
+Nothing here asks a device for a number: what comes out is a tensor where the gradients are. The norm of order 0 counts,
+as torch's does: of a parameter its elements, and of all parameters those that have one that is not zero.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ def norms_by_parameter(
     count: int,
     norm_type: float,
     like: torch.Tensor,
-) -> list[float]:
+) -> torch.Tensor:
     """The norm of each of `count` parameters. `pieces` are (parameter, flat gradient) of what this rank holds."""
     local = torch.zeros(count, dtype=torch.float64, device=like.device)
     for (param, _), norm in zip(pieces, _norms([values for _, values in pieces], norm_type), strict=True):
         value = norm.to(like.device)
-        local[param] = torch.maximum(local[param], value) if math.isinf(norm_type) else local[param] + value**norm_type
-    found: list[float] = _join(transport, local, norm_type).tolist()
-    return found
+        if math.isinf(norm_type):
+            local[param] = torch.maximum(local[param], value)
+        else:
+            local[param] += value**norm_type if norm_type else value
+    return _join(transport, local, norm_type)
 
 
 def _join(transport: Transport, local: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -47,7 +50,8 @@ def _join(transport: Transport, local: torch.Tensor, norm_type: float) -> torch.
             torch.stack([local.nan_to_num(0.0, posinf=math.inf), local.isnan().double()]), highest=True
         )
         return torch.where(is_nan > 0, torch.nan, high)
-    return transport.add_up(local).pow(1.0 / norm_type)
+    added = transport.add_up(local)
+    return added.pow(1.0 / norm_type) if norm_type else added
 
 
 def _norms(values: Sequence[torch.Tensor], norm_type: float) -> list[torch.Tensor]:

@@ -31,26 +31,34 @@ Parts = list[torch.Tensor]
 class GradientPacking:
     """The packing of every bucket of a plan. `params` are in the plan's order."""
 
-    def __init__(self, memory: FlatMemory, params: Sequence[torch.Tensor], transport: Transport) -> None:
+    def __init__(
+        self,
+        memory: FlatMemory,
+        params: Sequence[torch.Tensor],
+        transport: Transport,
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        """`dtypes`: of each bucket, in which its gradients are sent."""
         self._params = params
         self._plan, self._homes = memory.plan, memory.homes
         self._failed = False  # a gradient of this pass could not be sent
         self.used = bytearray(len(params))  # 1 where a gradient was taken since `forget`, here or as others say
         self._taken: dict[int, torch.Tensor] = {}  # of parameters in several buckets: until the last one is packed
-        self._rows = [self._make_rows(bucket, transport) for bucket in memory.buckets]
+        rows = zip(memory.buckets, dtypes, strict=True)
+        self._rows = [self._make_rows(bucket, transport, dtype) for bucket, dtype in rows]
         self._places = [_own_places(rows, bucket) for rows, bucket in zip(self._rows, memory.buckets, strict=True)]
         alone = [{row.places[place] for row in rows for place in row.alone} for rows in self._rows]
         last = {param: number for number, params in enumerate(alone) for param in params}
         # Of each bucket: what it takes alone, and no later bucket holds.
         self._ends = [[param for param in params if last[param] == number] for number, params in enumerate(alone)]
 
-    def _make_rows(self, memory: BucketMemory, transport: Transport) -> list[_Row]:
+    def _make_rows(self, memory: BucketMemory, transport: Transport, dtype: torch.dtype) -> list[_Row]:
         bucket = memory.bucket
         if transport.packs_by_rank(bucket):
             ranks = range(bucket.ranges.count)
-            return [_Row(memory, bucket.placed(r), None, self._params, self._homes, transport) for r in ranks]
+            return [_Row(memory, bucket.placed(r), None, self._params, self._homes, transport, dtype) for r in ranks]
         whole = [(Piece(s.param, s.start, s.stop, memory.rank), s.offset) for s in bucket.segments]
-        return [_Row(memory, whole, bucket.numel, self._params, self._homes, transport)]
+        return [_Row(memory, whole, bucket.numel, self._params, self._homes, transport, dtype)]
 
     def places(self, bucket: int) -> list[slice]:
         """Where in this rank's range each of its own parts lies. What is between two parts is no one's."""
@@ -87,7 +95,7 @@ class GradientPacking:
         if any(map(is_, gradients, repeat(None))):
             present = [gradient is not None for gradient in gradients]
             gradients = [
-                self._homes[piece.param].new_zeros(piece.numel) if gradient is None else gradient
+                self._homes[piece.param].new_zeros(piece.numel, dtype=row.dtype) if gradient is None else gradient
                 for piece, gradient in zip(row.pieces, gradients, strict=True)
             ]
             places = [piece.param for piece, flag in zip(row.pieces, present, strict=True) if flag]
@@ -151,7 +159,9 @@ class _Row:
         params: Sequence[torch.Tensor],
         homes: Mapping[int, torch.Tensor],
         transport: Transport,
+        dtype: torch.dtype,
     ) -> None:
+        self.dtype = dtype
         self.pieces = [piece for piece, _ in placed]
         self.places = [piece.param for piece in self.pieces]
         self.params = [params[place] for place in self.places]
@@ -163,9 +173,9 @@ class _Row:
         nbytes = [piece.numel * memory.values.element_size() for piece in self.pieces]
         if numel is None:
             groups = [g for g in _travel_together(nbytes, transport.part_nbytes) if any(nbytes[g])]
-            self.parts = [_Part(memory, placed, group) for group in groups]
+            self.parts = [_Part(memory, placed, dtype, group) for group in groups]
         else:
-            self.parts = [_Part(memory, placed, slice(0, len(placed)), numel)] if numel else []
+            self.parts = [_Part(memory, placed, dtype, slice(0, len(placed)), numel)] if numel else []
         self.numels = [part.place.stop - part.place.start for part in self.parts]
 
 
@@ -180,10 +190,15 @@ class _Part:
     """Neighbours that travel together: `members` of `placed`, and zeros behind them up to `numel`, if it is given."""
 
     def __init__(
-        self, memory: BucketMemory, placed: Sequence[tuple[Piece, int]], members: slice, numel: int | None = None
+        self,
+        memory: BucketMemory,
+        placed: Sequence[tuple[Piece, int]],
+        dtype: torch.dtype,
+        members: slice,
+        numel: int | None = None,
     ) -> None:
         self._members = members
-        self._dtype = memory.values.dtype
+        self._dtype, self._casts = dtype, dtype is not memory.values.dtype
         chosen = placed[members]
         starts = [offset for _, offset in chosen]
         ends = [offset + piece.numel for piece, offset in chosen]
@@ -193,11 +208,14 @@ class _Part:
         gaps = [after - end for after, end in zip([*starts[1:], stop], ends, strict=True)]
         self._template: list[Any] = []
         self._slots: list[int] = []
-        for gap in gaps:
+        self._sizes: list[int] = []  # of what the template stands for
+        for (piece, _), gap in zip(chosen, gaps, strict=True):
             self._slots.append(len(self._template))
             self._template.append(None)
+            self._sizes.append(piece.numel)
             if gap:
-                self._template.append(memory.values.new_zeros(gap))
+                self._template.append(memory.values.new_zeros(gap, dtype=dtype))
+                self._sizes.append(gap)
 
     def join(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Of the row's gradients those of this part; a single one is not copied."""
@@ -207,8 +225,18 @@ class _Part:
             for slot, gradient in zip(self._slots, chosen, strict=True):
                 spread[slot] = gradient
             chosen = spread
+        if self._casts and len(chosen) > 1:
+            return self._cast(chosen)
         joined: torch.Tensor = _flatten_dense_tensors(chosen)  # type: ignore[no-untyped-call]
         # Without its graph, if it has one; as many bytes as the receiver expects, also if the model was cast meanwhile.
         joined = joined.detach().resolve_conj().to(self._dtype)
         # A single element may have any stride, and the wire takes bytes that lie side by side.
         return joined if joined.stride(0) == 1 else joined.clone(memory_format=torch.contiguous_format)
+
+    def _cast(self, chosen: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Join and round at once: joined as they are they would take twice the memory of what is sent."""
+        joined = torch.empty(sum(self._sizes), dtype=self._dtype, device=chosen[0].device)
+        flat = torch.split_with_sizes(joined, self._sizes)
+        places = [place.view(each.shape) for place, each in zip(flat, chosen, strict=True)]
+        torch._foreach_copy_(places, list(chosen))
+        return joined

@@ -27,6 +27,7 @@ from shardstep.memory.shards import ShardMemory
 from shardstep.memory.traced import is_profiled, named
 from shardstep.memory.views import quickly
 from shardstep.wire.channel import Channel
+from shardstep.wire.encoding import gradient_dtype
 from shardstep.wire.hosts import RanksApartError
 from shardstep.wire.records import open_poll
 from shardstep.wire.transport import Reduction, Transport
@@ -149,14 +150,16 @@ class GradientPass:
     ) -> None:
         """`reuse_memory`: nobody looks at a gradient of an earlier step, so the next may lie where it lay."""
         self._transport, self._turns, self._params = transport, turns, params
-        self._packing = GradientPacking(memory, params, transport)
+        self._alone = channel.world_size == 1
+        # One rank sends nothing, in any dtype: what it packs is the mean.
+        sent = [b.values.dtype if self._alone else gradient_dtype(b, wire_dtype) for b in memory.buckets]
+        self._packing = GradientPacking(memory, params, transport, sent)
         self._titles = memory.titles
         self.order = LaunchOrder([{s.param for s in bucket.bucket.segments} for bucket in memory.buckets])
         self._places = [self._packing.places(bucket) for bucket in range(len(memory.buckets))]
         self._nbytes = [bucket.values.nbytes for bucket in memory.buckets]
         self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory, wide=wide)
-        self._reductions: Sequence[Reduction] = transport.reductions(memory.buckets, self._memory.of, wire_dtype)
-        self._alone = channel.world_size == 1
+        self._reductions: Sequence[Reduction] = transport.reductions(memory.buckets, self._memory.of)
         self._when_landed: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._poll = open_poll(channel)
         self._lock = Lock()  # autograd calls from one thread for each device
@@ -336,8 +339,8 @@ class GradientPass:
         except RanksApartError as error:
             self._turns.went_apart(error)
             raise
-        self._move(Phase.SETTLED)
         flags, size = answer.any, 1 + len(self._params)
+        self._move(Phase.SETTLED)
         used, self._late = flags[1:size], flags[size:]
         self._packing.used = bytearray(used)
         failed = [rank for rank, row in enumerate(answer.rows(1)) if row[0]] if flags[0] else []

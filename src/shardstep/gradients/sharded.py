@@ -112,8 +112,8 @@ class Gradients(Protocol):
     def hides(self, param: torch.Tensor) -> bool:
         """Whether `param` has a gradient that is not in `param.grad`."""
 
-    def give_up(self) -> Kept:
-        """A new plan is made."""
+    def kept(self) -> Kept:
+        """What is there for a new plan; it stays here as well."""
 
     def take_over(self, kept: Kept) -> None:
         """What was reduced under an earlier plan."""
@@ -154,11 +154,12 @@ class ShardedGradients:
         self._place = {param: place for place, param in enumerate(given.params)}
         self.travels = given.memory.homes.keys()
         self._travelling = [given.params[place] for place in sorted(self.travels)]
-        self.hooks = BackwardHooks(given.model, given.params, self.current, self._after_pass)
+        self.hooks = BackwardHooks(given.model, given.params, self.current, given.turns, self._after_pass)
 
     def settle(self, turn: Turn | None) -> Sequence[int]:
         self.hooks.recover()
-        if self.current.phase is Phase.RESTING and self._channel.world_size > 1:
+        all_rest = turn is Turn.REPORT and self._turns.idle.on_all_ranks(self.rest)
+        if self.rest and not all_rest and self._channel.world_size > 1:
             self.make_up_for_a_pass()
         if turn is not None:
             self._turns.prepare(turn)
@@ -263,10 +264,9 @@ class ShardedGradients:
         place = self._place.get(param)
         return place in self.travels and gradient_of(param) is None and bool(self.current.used[place])
 
-    def give_up(self) -> Kept:
+    def kept(self) -> Kept:
         self.hooks.recover()
         self.read()
-        self.hooks.remove()
         return Kept(self.current.phase, self.used, dict(self.present()))
 
     @property

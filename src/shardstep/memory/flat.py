@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from shardstep.memory.traced import Titles
-from shardstep.memory.views import move_in, quickly, separate_view
+from shardstep.memory.views import dense_view, move_in, quickly, separate_view
 from shardstep.planning import Bucket, Piece, Plan
 
 
@@ -47,24 +47,29 @@ class FlatMemory:
     stretch of memory beyond the model, and not a second model.
     """
 
-    def __init__(self, plan: Plan, params: Sequence[torch.Tensor], rank: int) -> None:
+    def __init__(self, plan: Plan, params: Sequence[torch.Tensor], rank: int, *, stored: bool = True) -> None:
+        """Unless it is `stored` there are shapes alone, to try a plan with: parameters stay where they are."""
         self.plan = plan
         self.titles = Titles(plan)
         self.homes: dict[int, torch.Tensor] = {}  # of every parameter that travels: its view
         self.buckets: list[BucketMemory] = []
         for stretch in _stretches(plan.buckets):
             sample = params[stretch[0].segments[0].param]
-            values = torch.zeros(sum(b.numel for b in stretch), dtype=sample.dtype, device=sample.device)
+            device = sample.device if stored else "meta"
+            values = torch.zeros(sum(b.numel for b in stretch), dtype=sample.dtype, device=device)
             start = 0
             for bucket in stretch:
                 for segment in bucket.segments:
                     if segment.start == 0:
                         param = params[segment.param]
-                        home = self.homes[segment.param] = separate_view(values, start + segment.offset, param)
-                        move_in(param, home, _remedy(plan, segment.param))
+                        view = separate_view if stored else dense_view
+                        home = self.homes[segment.param] = view(values, start + segment.offset, param)
+                        if stored:
+                            move_in(param, home, _remedy(plan, segment.param))
                 self.buckets.append(BucketMemory(bucket, values[start : start + bucket.numel], rank))
                 start += bucket.numel
         self.params = {index: params[index] for index in self.homes}
+        self.frozen = {index: param for index, param in enumerate(params) if index not in self.homes}
         self._expected = _whereabouts(list(self.homes.values()))
 
     def adopt(self) -> None:

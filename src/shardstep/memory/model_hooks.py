@@ -9,7 +9,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-class ModelHook:
+class _Unscriptable:
+    """An object that is a hook. torch.jit.script compiles hooks, and takes functions only: it asks for their name."""
+
+    @property
+    def __name__(self) -> str:
+        raise RuntimeError(
+            "torch.jit.script cannot compile a model with the hooks of shardstep.shard(...), nor a copy of one: call "
+            "opt.close() first, or load its state_dict() into a model that was never sharded; torch.jit.trace takes it"
+        )
+
+
+class ModelHook(_Unscriptable):
     """A copy of the model, or one that was saved, has a hook in its place that does nothing.
 
     A function made inside another, as hooks often are, would keep the model from being pickled; and what a copy
@@ -33,7 +44,7 @@ def hook_first(module: nn.Module, hook: Callable[[nn.Module, Any], None]) -> Rem
     return handle
 
 
-class _Nothing:
+class _Nothing(_Unscriptable):
     """A hook that does nothing, before a forward or after it."""
 
     def __call__(self, *_: Any) -> None:

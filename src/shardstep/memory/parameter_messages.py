@@ -35,6 +35,9 @@ class FlatMessage:
     def landed(self, values: torch.Tensor) -> None:
         """The views see the new values already."""
 
+    def sent(self) -> None:
+        """They have not changed."""
+
     def prepare(self) -> None:
         """Make the parameters views of the buffer, again if the program has given one other memory since."""
         for param, view in self._places:
@@ -79,6 +82,9 @@ class ScatteredMessage:
         parts = torch.split(values, [param.numel() for param in self._params])
         for param, part in zip(self._params, parts, strict=True):
             param.detach().copy_(part.view(param.shape))
+
+    def sent(self) -> None:
+        """They have not changed."""
 
     def _resized(self) -> bool:
         return sum(param.numel() for param in self._params) != self._numel

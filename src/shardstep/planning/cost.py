@@ -65,12 +65,12 @@ def elementwise_cost(device: str) -> Cost:
     return Cost(per_byte=7 / machine_of(device).nbytes)
 
 
-def muon_cost(device: str, iterations: int = 5) -> Cost:
+def muon_cost(device: str, iterations: int = 5, *, batched: bool = False) -> Cost:
     """Each iteration makes two products of m * m * n multiply-adds, and one of m * m * m; round them the momentum, the
-    decay and a cast, which go over the matrix some fourteen times."""
+    decay and a cast, which go over the matrix some fourteen times. In a batch no matrix has launches of its own."""
     machine = machine_of(device)
     product = iterations / machine.products
-    return Cost(14 / machine.nbytes, per_mmn=2 * product, per_mmm=product, least=machine.launch)
+    return Cost(14 / machine.nbytes, per_mmn=2 * product, per_mmm=product, least=0.0 if batched else machine.launch)
 
 
 def matrix_dims(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -7,6 +7,10 @@ where whole parameters leave it less even than that, it sets the bounds. So cost
 
 Parameters of one shape and cost may change places. They are given out in the order in which they lie in the buckets,
 each to the rank that has got least so far: so the ranges of a bucket are spread over ranks, which send them together.
+
+[Note: rows] Of N neighbours of one shape each of N ranks may get one. Then all ranks step batches of the same matrices,
+and hold ranges of the same size (make.py), which travel by one collective. It is done where all of it costs no balance:
+of 12 layers over 8 ranks, 4 are left over, and one by one they are dealt more evenly.
 """
 
 from __future__ import annotations
@@ -76,8 +80,16 @@ def deal_by_cost(
     best = min((dealt for dealt in found if dealt.is_within(fewest, most)), key=lambda dealt: dealt.measure)
     travelling = [index for index in order if specs[index].trainable]
     alike = [(spec.shape, spec.dtype, spec.device, cost) for spec, cost in zip(specs, costs, strict=True)]
-    holders = _spread(best.holders, travelling, alike, load.numels) | _deal_frozen(specs, best.numels)
-    costliest_first = sorted(holders, key=lambda i: (not specs[i].trainable, -costs[i], -load.numels[i], i))
+    in_rows = _deal_in_rows(load, travelling, alike)
+    if in_rows.is_within(fewest, most) and max(in_rows.costs) <= max(best.costs):
+        moving_holders, best = in_rows.holders, in_rows
+    else:
+        moving_holders = _spread(best.holders, travelling, alike, load.numels)
+    holders = moving_holders | _deal_frozen(specs, best.numels)
+    # Of one cost by shape: matrices that are stepped as one batch lie side by side.
+    costliest_first = sorted(
+        holders, key=lambda i: (not specs[i].trainable, -costs[i], -load.numels[i], specs[i].shape, i)
+    )
     return [(index, holders[index]) for index in costliest_first]
 
 
@@ -117,6 +129,23 @@ def _deal(load: _Load, part: float, most: float) -> _Dealt:
         heapq.heappush(ranks, (weight + weights[index], numel + load.numels[index], rank))
         holders[index] = rank
     return load.dealt(holders)
+
+
+def _deal_in_rows(load: _Load, order: Sequence[int], alike: Sequence[Hashable]) -> _Dealt:
+    """One of every N neighbours that are alike to each rank, and the rest by cost: see [Note: rows]."""
+    members: dict[Hashable, list[int]] = {}
+    for index in order:
+        members.setdefault(alike[index], []).append(index)
+    count, holders, row_of = load.world_size, dict[int, int](), dict[int, int]()
+    for those in members.values():
+        in_rows = len(those) - len(those) % count
+        holders |= {index: place % count for place, index in enumerate(those[:in_rows])}
+        row_of |= {index: place // count for place, index in enumerate(those[:in_rows])}
+    rest = [index for index in order if index not in holders]
+    holders |= _deal(_Load(load.numels, load.costs, rest, count), 1.0, float("inf")).holders
+    # Within a row they may change places.
+    kinds: list[Hashable] = [(kind, row_of.get(index)) for index, kind in enumerate(alike)]
+    return load.dealt(_spread(holders, order, kinds, load.numels))
 
 
 def _pop_with_room(ranks: list[tuple[int, int, int]], most: float) -> tuple[int, int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from shardstep.planning.dealing import deal_by_cost
@@ -12,7 +13,7 @@ from shardstep.planning.plan import Bucket, EqualRanges, Plan, Segment, WholeRan
 from shardstep.planning.problems import find_problems
 from shardstep.planning.spec import ParamSpec
 
-_Classes = dict[tuple[str, str, bool], list[int]]
+_Classes = dict[tuple[str, str, bool, str], list[int]]
 _Found = tuple[Bucket, bool]  # a bucket, and whether it travels
 
 
@@ -59,8 +60,7 @@ def make_plan(
         *_whole_buckets(specs, whole, world_size, bucket_numel, ends, alignment, dealt),
         *_flat_buckets(specs, flat, world_size, bucket_numel, ends, alignment),
     ]
-    if len(whole) + len(flat) > 1:
-        found = _as_they_fill(found, order)
+    found = _as_they_fill(found, order)
     plan = Plan(
         tuple(specs),
         tuple(bucket for bucket, trainable in found if trainable),
@@ -99,7 +99,7 @@ def _classes(
         kind = layout if isinstance(layout, Layout) else layout[spec.group]
         if kind is Layout.AUTO:
             raise ValueError("Layout.AUTO is a wish: ask shardstep.stepping.probe which layout the optimizer tolerates")
-        found[kind].setdefault((spec.device, spec.dtype, spec.trainable), []).append(index)
+        found[kind].setdefault((spec.device, spec.dtype, spec.trainable, spec.wire), []).append(index)
     return found[Layout.WHOLE], found[Layout.FLAT]
 
 
@@ -150,8 +150,10 @@ def _whole_buckets(
     """Each bucket, and whether it travels. Within a bucket by rank, as they were dealt."""
     turn = {param: position for position, (param, _) in enumerate(dealt)}
     holder = dict(dealt)
-    for (device, dtype, trainable), members in classes.items():
-        for chunk in _chunks(specs, members, bucket_numel, ends):
+    for (device, dtype, trainable, wire), members in classes.items():
+        rows, rest = _find_rows(specs, members, holder, world_size, bucket_numel)
+        in_rows, one_by_one = _chunks(specs, rows, bucket_numel, ends), _chunks(specs, rest, bucket_numel, ends)
+        for chunk in (*in_rows, *one_by_one):
             in_rank_order = sorted(chunk, key=lambda param: (holder[param], turn[param]))
             offsets = list(accumulate((_aligned(specs[p].numel, alignment) for p in in_rank_order), initial=0))
             segments = [Segment(p, 0, specs[p].numel, at) for p, at in zip(in_rank_order, offsets, strict=False)]
@@ -159,7 +161,7 @@ def _whole_buckets(
             for param in in_rank_order:
                 widths[holder[param]] += _aligned(specs[param].numel, alignment)
             ranges = WholeRanges(tuple(accumulate(widths)), tuple(holder[param] for param in in_rank_order))
-            yield Bucket(tuple(segments), ranges, dtype, device), trainable
+            yield Bucket(tuple(segments), ranges, dtype, device, wire), trainable
 
 
 def _flat_buckets(
@@ -177,11 +179,12 @@ def _flat_buckets(
     """
     granule = world_size * alignment  # the least that can be cut equally
     most = None if bucket_numel is None else -(-bucket_numel // granule) * granule
-    for (device, dtype, trainable), members in classes.items():
-        for segments in _fill(specs, members, most, ends, alignment):
+    for (device, dtype, trainable, wire), members in classes.items():
+        for filled_in_order in _fill(specs, members, most, ends, alignment):
+            segments = _by_group(specs, filled_in_order, alignment)
             filled = max((_aligned(segment.end, alignment) for segment in segments), default=0)
             width = -(-filled // granule) * alignment
-            yield Bucket(tuple(segments), EqualRanges(world_size, width), dtype, device), trainable
+            yield Bucket(tuple(segments), EqualRanges(world_size, width), dtype, device, wire), trainable
 
 
 def _set_apart(specs: Sequence[ParamSpec], members: Sequence[int], end_numel: int | None) -> list[int]:
@@ -221,19 +224,62 @@ def _fill(
         yield segments
 
 
+def _by_group(specs: Sequence[ParamSpec], segments: list[Segment], alignment: int) -> list[Segment]:
+    """Return the segments with those of one param group side by side: such neighbours are stepped as one tensor.
+
+    Unchanged where a parameter goes through several buckets, as its parts must lie one behind the other.
+    """
+    if any(segment.stop - segment.start < specs[segment.param].numel for segment in segments):
+        return segments
+    params = sorted((segment.param for segment in segments), key=lambda param: specs[param].group)
+    offsets = accumulate((_aligned(specs[param].numel, alignment) for param in params), initial=0)
+    return [Segment(param, 0, specs[param].numel, at) for param, at in zip(params, offsets, strict=False)]
+
+
+_Unit = tuple[int, ...]  # parameters that stay together
+
+
+def _find_rows(
+    specs: Sequence[ParamSpec],
+    members: Sequence[int],
+    holder: Mapping[int, int],
+    world_size: int,
+    bucket_numel: int | None,
+) -> tuple[list[_Unit], list[_Unit]]:
+    """Rows of parameters with the same number of elements, one of each rank; and the rest, one by one.
+
+    A bucket of rows has equal ranges, of the same size on every rank. None of what would not fit into a bucket, and
+    none if all is to be in one bucket.
+    """
+    waiting: dict[int, dict[int, deque[int]]] = {}  # by elements, and by rank; ranks without any are not in it
+    rows: list[_Unit] = []
+    for param in members:
+        numel = specs[param].numel
+        if world_size == 1 or bucket_numel is None or numel * world_size > bucket_numel:
+            continue
+        by_rank = waiting.setdefault(numel, {})
+        by_rank.setdefault(holder[param], deque()).append(param)
+        if len(by_rank) == world_size:
+            rows.append(tuple(held.popleft() for held in by_rank.values()))
+            waiting[numel] = {rank: held for rank, held in by_rank.items() if held}
+    found = {param for row in rows for param in row}
+    return rows, [(param,) for param in members if param not in found]
+
+
 def _chunks(
-    specs: Sequence[ParamSpec], members: Sequence[int], bucket_numel: int | None, ends: Collection[int]
+    specs: Sequence[ParamSpec], units: Sequence[_Unit], bucket_numel: int | None, ends: Collection[int]
 ) -> Iterator[list[int]]:
-    """Consecutive parameters that together stay within `bucket_numel`, or one alone that does not."""
+    """Consecutive units that together stay within `bucket_numel`, or one alone that does not."""
     chunk: list[int] = []
     filled = 0
-    for param in members:
-        full = param in ends or (bucket_numel is not None and filled + specs[param].numel > bucket_numel)
+    for unit in units:
+        numel = sum(specs[param].numel for param in unit)
+        full = any(param in ends for param in unit) or (bucket_numel is not None and filled + numel > bucket_numel)
         if chunk and full:
             yield chunk
             chunk, filled = [], 0
-        chunk.append(param)
-        filled += specs[param].numel
+        chunk.extend(unit)
+        filled += numel
     if chunk:
         yield chunk
 

@@ -60,15 +60,25 @@ class EqualRanges:
     def numel(self) -> int:
         return self.count * self.width
 
+    @property
+    def are_even(self) -> bool:
+        return True
+
     def bounds(self, rank: int) -> tuple[int, int]:
         return rank * self.width, (rank + 1) * self.width
 
-    def holders_of(self, segment: Segment, segments: Sequence[Segment]) -> range:
-        """The ranks that hold some of a segment."""
-        del segments
+    def over(self, segment: Segment, place: int, start: int, stop: int) -> Iterator[Piece]:
+        """The pieces that hold elements [start, stop) of a segment, the one at `place`; without a look at others."""
+        del place
         if segment.start == segment.stop:
-            return range(1)
-        return range(segment.offset // self.width, (segment.end - 1) // self.width + 1)
+            yield Piece(segment.param, segment.start, segment.stop, 0)
+            return
+        shift = segment.offset - segment.start
+        first, last = max(start, segment.start) + shift, min(stop, segment.stop) + shift
+        for rank in range(first // self.width, (last - 1) // self.width + 1):
+            low, high = self.bounds(rank)
+            begin, end = max(segment.offset, low), min(segment.end, high)
+            yield Piece(segment.param, begin - shift, end - shift, rank)
 
     def placed(self, segments: Sequence[Segment], rank: int) -> Iterator[Placed]:
         """The pieces of a rank. What has no elements belongs to the first."""
@@ -103,12 +113,19 @@ class WholeRanges:
     def numel(self) -> int:
         return self.ends[-1]
 
+    @property
+    def are_even(self) -> bool:
+        """Whether every rank's has as many elements: then they travel as equal ranges do."""
+        width = self.ends[0]
+        return all(end == (rank + 1) * width for rank, end in enumerate(self.ends))
+
     def bounds(self, rank: int) -> tuple[int, int]:
         return (self.ends[rank - 1] if rank else 0), self.ends[rank]
 
-    def holders_of(self, segment: Segment, segments: Sequence[Segment]) -> range:
-        holder = self.holders[segments.index(segment)]
-        return range(holder, holder + 1)
+    def over(self, segment: Segment, place: int, start: int, stop: int) -> Iterator[Piece]:
+        """As those of equal ranges: here it is all of the segment."""
+        del start, stop
+        yield Piece(segment.param, segment.start, segment.stop, self.holders[place])
 
     def placed(self, segments: Sequence[Segment], rank: int) -> Iterator[Placed]:
         low, _ = self.bounds(rank)
@@ -119,12 +136,14 @@ class WholeRanges:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What travels together: segments of one dtype on one device, one behind the other. Rank r holds `bounds(r)`."""
+    """What travels together: segments of one dtype on one device, one behind the other, in one encoding. Rank r holds
+    `bounds(r)`."""
 
     segments: tuple[Segment, ...]
     ranges: EqualRanges | WholeRanges
     dtype: str
     device: str
+    wire: str = ""  # the encoding in which values travel (wire/encoding.py); empty: as they are
 
     @property
     def numel(self) -> int:
@@ -152,11 +171,9 @@ class Bucket:
         """The pieces, of whatever rank, that hold elements [start, stop) of a parameter; all of it, if it has none."""
         return [
             piece
-            for segment in self.segments
+            for place, segment in enumerate(self.segments)
             if segment.param == param and (max(start, segment.start) < min(stop, segment.stop) or start == stop)
-            for rank in self.ranges.holders_of(segment, self.segments)
-            for piece in self.pieces_of(rank)
-            if piece.param == param and (max(start, piece.start) < min(stop, piece.stop) or start == stop)
+            for piece in self.ranges.over(segment, place, start, stop)
         ]
 
     def sent(self, rank: int) -> tuple[int, int]:
@@ -239,6 +256,7 @@ def _bucket_to_json(bucket: Bucket) -> dict[str, object]:
     return {
         "dtype": bucket.dtype,
         "device": bucket.device,
+        "wire": bucket.wire,
         "ranges": asdict(bucket.ranges),
         "segments": [(s.param, s.start, s.stop, s.offset) for s in bucket.segments],
     }
@@ -250,4 +268,6 @@ def bucket_from_json(raw: dict[str, object]) -> Bucket:
     assert isinstance(ranges, dict)
     assert isinstance(rows, list)
     kind = EqualRanges(**ranges) if "width" in ranges else WholeRanges(tuple(ranges["ends"]), tuple(ranges["holders"]))
-    return Bucket(tuple(Segment(*row) for row in rows), kind, str(raw["dtype"]), str(raw["device"]))
+    return Bucket(
+        tuple(Segment(*row) for row in rows), kind, str(raw["dtype"]), str(raw["device"]), str(raw.get("wire", ""))
+    )

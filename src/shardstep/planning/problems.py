@@ -74,8 +74,8 @@ def _bucket_problems(plan: Plan) -> Iterator[str]:
     for number, bucket in enumerate(plan.buckets):
         for segment in bucket.segments:
             spec = plan.params[segment.param]
-            if (spec.dtype, spec.device) != (bucket.dtype, bucket.device):
-                yield f"{spec.name}: {spec.dtype} on {spec.device} cannot travel in bucket {number}"
+            if (spec.dtype, spec.device, spec.wire) != (bucket.dtype, bucket.device, bucket.wire):
+                yield f"{spec.name}: {spec.dtype} {spec.wire} on {spec.device} cannot travel in bucket {number}"
             if not spec.trainable:
                 yield f"{spec.name}: frozen, but travels in bucket {number}"
     for bucket in plan.parked:

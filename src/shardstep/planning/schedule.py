@@ -7,6 +7,7 @@ function of bucket numbers alone: never of what has already arrived, which diffe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -44,3 +45,30 @@ def ring_hops(newest: int, hops: int) -> list[tuple[int, int]]:
     it has come, and nobody waits. What is left when the backward pass ends is passed on then.
     """
     return [(newest - distance, distance) for distance in range(1, hops + 1) if newest >= distance]
+
+
+def keep_batches_whole(order: Sequence[Sequence[int]], numels: Sequence[int], least: int) -> list[list[int]]:
+    """`order`, which are groups of buckets, but that buckets with batches are stepped together until they are many.
+
+    `numels[b]` are the elements of bucket b that are stepped in batches; of others none. A group of such buckets comes
+    where its first bucket did, and has at least `least` elements; the last takes what is left. The other buckets keep
+    their places: those that come before the first batch are sent while it is stepped.
+    """
+    groups: list[list[int]] = []
+    filling: list[int] | None = None  # takes batched buckets until it has enough of them
+    left = sum(numels)
+    for members in order:
+        others = [bucket for bucket in members if not numels[bucket]]
+        if others:
+            groups.append(others)
+        for bucket in members:
+            if not numels[bucket]:
+                continue
+            if filling is None:
+                filling = []
+                groups.append(filling)
+            filling.append(bucket)
+            left -= numels[bucket]
+            if sum(numels[one] for one in filling) >= least and left >= least:
+                filling = None
+    return groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -20,10 +20,16 @@ class ParamSpec:
     device: str
     group: int
     trainable: bool = True  # a frozen parameter has a holder too, but does not travel
+    wire: str = ""  # the encoding in which it travels when it is trained (wire/encoding.py); empty: as it is
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def encoded(self, wire: str) -> ParamSpec:
+        """As it travels if matrices of float32 are encoded. Norms and biases are few bytes, and stay exact."""
+        is_matrix = sum(size > 1 for size in self.shape) >= 2
+        return replace(self, wire=wire if is_matrix and self.dtype == "float32" else "")
 
     def __str__(self) -> str:
         trainable = "trainable" if self.trainable else "frozen"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardstep.state.wire_format import Reader, encode, to_cpu
-from shardstep.wire.agreement import Claim, Facts, agree
+from shardstep.wire.agreement import Claim, Facts, agree, attempt
 from shardstep.wire.channel import Channel
 from shardstep.wire.tensors import receive_tensors, send_tensors
 
@@ -43,37 +43,66 @@ def consolidate(channel: Channel, read_local: Callable[[], Mapping[Any, Any]], t
 
 def send_state(channel: Channel, text: str, tensors: Sequence[torch.Tensor], to: int) -> None:
     """Send what `encode` made."""
-    header = text.encode()
-    send_tensors(channel, [torch.tensor([len(header)], device="cpu")], to)
-    send_tensors(channel, [torch.frombuffer(bytearray(header), dtype=torch.uint8)], to)
+    _send_text(channel, text, to)
     send_tensors(channel, tensors, to)
 
 
 def receive_state(channel: Channel, source: int) -> dict[Any, Any]:
     """What another rank sends by `send_state`, on the CPU."""
-    length = torch.zeros(1, dtype=torch.int64, device="cpu")
-    receive_tensors(channel, [length], source)
-    header = torch.empty(int(length), dtype=torch.uint8, device="cpu")
-    receive_tensors(channel, [header], source)
-    reader = Reader(header.numpy().tobytes().decode())
+    reader = Reader(_receive_text(channel, source).decode())
     receive_tensors(channel, reader.landing, source)
     return dict(reader.state)
 
 
-def move_state(channel: Channel, state: Mapping[Any, Any], moves: Mapping[Any, tuple[int, int]]) -> dict[Any, Any]:
+def _send_text(channel: Channel, text: str, to: int) -> None:
+    packed = text.encode()
+    send_tensors(channel, [torch.tensor([len(packed)], device="cpu")], to)
+    send_tensors(channel, [torch.frombuffer(bytearray(packed), dtype=torch.uint8)], to)
+
+
+def _receive_text(channel: Channel, source: int) -> bytes:
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
+    receive_tensors(channel, [length], source)
+    packed = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    receive_tensors(channel, [packed], source)
+    return packed.numpy().tobytes()
+
+
+def move_state(
+    channel: Channel, state: Mapping[Any, Any], moves: Mapping[Any, tuple[int, int]], action: str
+) -> dict[Any, Any]:
     """This rank's state after every entry has gone from its old holder to its new one: `moves[key]`.
 
     `moves` are those that this rank takes part in, or more. Pairs of ranks talk one after the other, in an order that
-    is the same on every rank.
+    is the same on every rank. What can fail on one rank (state that cannot be sent, no memory for what comes) is done
+    before a message is under way that another rank waits for, and then `action` raises on all.
     """
-    kept = {key: entry for key, entry in state.items() if moves[key][1] == channel.rank}
-    pairs = sorted({(old, new) for old, new in moves.values() if old != new and channel.rank in (old, new)})
+    rank = channel.rank
+    kept = {key: entry for key, entry in state.items() if moves[key][1] == rank}
+    pairs = sorted({(old, new) for old, new in moves.values() if old != new and rank in (old, new)})
+
+    def pack() -> dict[int, tuple[str, list[torch.Tensor]]]:
+        leaving: dict[int, dict[Any, Any]] = {to: {} for source, to in pairs if source == rank}
+        for key, entry in state.items():
+            if moves[key][0] == rank != moves[key][1]:
+                leaving[moves[key][1]][key] = entry
+        return {to: encode(entries) for to, entries in leaving.items()}
+
+    packed = attempt(channel, action, pack)
+    texts: dict[int, bytes] = {}
     for source, to in pairs:
-        if channel.rank == source:
-            leaving = {key: entry for key, entry in state.items() if moves[key] == (source, to)}
-            send_state(channel, *encode(leaving), to)
+        if source == rank:
+            _send_text(channel, packed[to][0], to)
         else:
-            kept.update(receive_state(channel, source))
+            texts[source] = _receive_text(channel, source)
+    coming = attempt(channel, action, lambda: {source: Reader(text.decode()) for source, text in texts.items()})
+    for source, to in pairs:
+        if source == rank:
+            send_tensors(channel, packed[to][1], to)
+        else:
+            receive_tensors(channel, coming[source].landing, source)
+    for reader in coming.values():
+        kept.update(reader.state)
     return kept
 
 

@@ -27,7 +27,8 @@ def read_saved(
 ) -> tuple[dict[str, Any], Plan, dict[Piece, Entry]]:
     """The same with its parameters in our order; what a rank loads of it, and the plan by which ranks held it.
 
-    `trial` has the options of `groups` alone; what does not fit is refused with the reason.
+    `trial` has the options of `groups` alone, and afterwards those that were saved, as its class makes them; what does
+    not fit is refused with the reason.
     """
     if isinstance(state_dict, Mapping) and "shardstep" in state_dict:
         raise ValueError(
@@ -36,7 +37,7 @@ def read_saved(
         )
     if isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
         state_dict = in_order_of(state_dict, plan.params)
-        check_saved_groups(state_dict["param_groups"], plan.params, trial)
+        check_saved_groups(state_dict, plan.params, trial)
     keys = check_state_dict(state_dict, plan.params, [len(group["params"]) for group in groups], type(trial))
     flat = [
         param if layout is Layout.FLAT else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardstep.planning import Bucket, Piece, Plan
 from shardstep.state.consolidation import move_state
 from shardstep.stepping.entries import Entry, cut_entry, join_entries
+from shardstep.wire.agreement import attempt
 from shardstep.wire.channel import Channel
 
 
@@ -20,34 +21,47 @@ class _Fragment(NamedTuple):
     stop: int
 
 
-def reshard(channel: Channel, old: Plan, new: Plan, entries: Mapping[Piece, Entry]) -> dict[Piece, Entry]:
+def reshard(channel: Channel, old: Plan, new: Plan, entries: Mapping[Piece, Entry], action: str) -> dict[Piece, Entry]:
     """This rank's state by the pieces of `new`, from every rank's by the pieces of `old`. Called on all ranks.
 
     The first parameters of `new` are those of `old`. A piece without state before has none afterwards. Only what this
-    rank holds before or after is looked at: with a thousand ranks that is a thousandth of it.
+    rank holds before or after is looked at: with a thousand ranks that is a thousandth of it. `entries` stay as they
+    are. If it fails on one rank, it raises on all.
     """
-    fragments = _fragments(old, new, channel.rank)
-    local = {
-        number: cut_entry(entries[part.old], part.old, part.start, part.stop)
-        for number, part in enumerate(fragments)
+    if old == new:
+        return {piece: dict(entry) for piece, entry in entries.items()}
+    fragments, local = attempt(channel, action, lambda: _cut(old, new, entries, channel.rank))
+    ranks = {_name(part): (part.old.rank, part.new.rank) for part in fragments}
+    moved = move_state(channel, local, ranks, action)
+    return attempt(channel, action, lambda: _join(fragments, moved, channel.rank))
+
+
+_Name = tuple[int, int, int]
+_State = dict[_Name, Entry]
+
+
+def _name(part: _Fragment) -> _Name:
+    """What both ends of a move call it: a number would differ, because each rank counts its own fragments."""
+    return part.new.param, part.start, part.stop
+
+
+def _cut(old: Plan, new: Plan, entries: Mapping[Piece, Entry], rank: int) -> tuple[list[_Fragment], _State]:
+    fragments = _fragments(old, new, rank)
+    return fragments, {
+        _name(part): cut_entry(entries[part.old], part.old, part.start, part.stop)
+        for part in fragments
         if part.old in entries
     }
-    # What both ends of a move call it: a number would differ, because each rank counts its own fragments.
-    names = [(part.new.param, part.start, part.stop) for part in fragments]
-    moved = move_state(
-        channel,
-        {names[number]: entry for number, entry in local.items()},
-        {name: (part.old.rank, part.new.rank) for name, part in zip(names, fragments, strict=True)},
-    )
-    by_piece: dict[Piece, list[int]] = {}
-    for number, part in enumerate(fragments):
-        if part.new.rank == channel.rank and names[number] in moved:
-            by_piece.setdefault(part.new, []).append(number)
+
+
+def _join(fragments: Sequence[_Fragment], moved: Mapping[_Name, Entry], rank: int) -> dict[Piece, Entry]:
+    by_piece: dict[Piece, list[_Fragment]] = {}
+    for part in fragments:
+        if part.new.rank == rank and _name(part) in moved:
+            by_piece.setdefault(part.new, []).append(part)
     return {
-        piece: join_entries(
-            [moved[names[number]] for number in numbers], [fragments[n].stop - fragments[n].start for n in numbers]
-        )
-        for piece, numbers in by_piece.items()
+        piece: join_entries([moved[_name(part)] for part in parts], [part.stop - part.start for part in parts])
+        for piece, parts in by_piece.items()
     }
 
 
@@ -70,19 +84,20 @@ def _fragments(old: Plan, new: Plan, rank: int) -> list[_Fragment]:
 
 
 class _Holders:
-    """Who holds which elements of a plan's parameters."""
+    """Who holds which elements of a plan's parameters; found without a look at other parameters."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._buckets: dict[int, list[Bucket]] = {}  # by parameter
+        self._places: dict[int, list[tuple[Bucket, int]]] = {}  # by parameter: its segments, and where each stands
         for bucket in (*plan.buckets, *plan.parked):
-            for segment in bucket.segments:
-                self._buckets.setdefault(segment.param, []).append(bucket)
+            for place, segment in enumerate(bucket.segments):
+                self._places.setdefault(segment.param, []).append((bucket, place))
 
     def over(self, piece: Piece) -> list[Piece]:
         """The pieces that have elements in common with another plan's; or nothing, if it has none."""
+        start, stop = piece.start, piece.stop
         return [
             other
-            for bucket in self._buckets[piece.param]
-            for other in bucket.over(piece.param, piece.start, piece.stop)
+            for bucket, place in self._places[piece.param]
+            if max(start, (segment := bucket.segments[place]).start) < min(stop, segment.stop) or start == stop
+            for other in bucket.ranges.over(segment, place, start, stop)
         ]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardstep.planning import ParamSpec, Piece
 from shardstep.stepping.entries import Entry, join_entries
 from shardstep.stepping.local_optimizer import CLASS, is_of_torch, qualified_name
+from shardstep.stepping.twin import beside_state
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -128,7 +129,7 @@ def local_part(
             names = dict(zip(saved["params"], saved["param_names"], strict=True))
             group["param_names"] = [names[keys[index]] for index in own]
         groups.append(group)
-    return copy.deepcopy({"state": state, "param_groups": groups})
+    return copy.deepcopy({**beside_state(state_dict), "state": state, "param_groups": groups})
 
 
 def describe(state_dict: Mapping[str, Any]) -> Iterator[str]:
@@ -162,12 +163,12 @@ def check_options(local: Optimizer, before: Sequence[Mapping[str, Any]]) -> None
             )
 
 
-def check_saved_groups(groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], trial: Optimizer) -> None:
+def check_saved_groups(state_dict: Mapping[str, Any], specs: Sequence[ParamSpec], trial: Optimizer) -> None:
     """Raise if saved groups are another optimizer's or another model's. `trial` has this one's options alone.
 
-    It loads them, so that options which are newer than the state_dict get their defaults.
+    It loads them, so that options which are newer than the state_dict get their defaults, and has them then.
     """
-    before = [dict(group) for group in trial.param_groups]
+    groups, before = state_dict["param_groups"], [dict(group) for group in trial.param_groups]
     problems = list(
         _group_problems(groups, [sum(spec.group == number for spec in specs) for number in range(len(before))])
     )
@@ -179,8 +180,14 @@ def check_saved_groups(groups: Sequence[Mapping[str, Any]], specs: Sequence[Para
             raise ValueError(
                 f"param_groups[{number}] of the state_dict is of {theirs}, and here of {qualified_name(ours)}"
             )
-    options = [{key: value for key, value in group.items() if key not in ("param_names", CLASS)} for group in groups]
-    trial.load_state_dict(copy.deepcopy({"state": {}, "param_groups": [{**group, "params": []} for group in options]}))
+    options = [
+        {**{key: value for key, value in group.items() if key not in ("param_names", CLASS)}, "params": []}
+        for group in groups
+    ]
+    for group, had in zip(options, before, strict=True):
+        group.update({key: had[key] for key in (CLASS,) if key in had})  # itself, where its name is saved
+    others = {**beside_state(trial.state_dict()), **beside_state(state_dict)}
+    trial.load_state_dict(copy.deepcopy({**others, "state": {}, "param_groups": options}))
     check_options(trial, before)
 
 

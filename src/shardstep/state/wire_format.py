@@ -21,10 +21,11 @@ _PLAIN = (bool, int, float, str)
 def encode(state: Mapping[Any, Any]) -> tuple[str, list[torch.Tensor]]:
     """`state` as a text and the flat tensors that it refers to. No tensor is copied that is dense in memory."""
     tensors: list[torch.Tensor] = []
-    return json.dumps(_to_json(state, tensors, "state"), separators=(",", ":")), tensors
+    return json.dumps(_to_json(state, tensors, "state", ()), separators=(",", ":")), tensors
 
 
-def _to_json(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
+def _to_json(value: Any, tensors: list[torch.Tensor], path: str, above: tuple[Any, ...]) -> Any:
+    """`above` are the lists and dicts that `value` is in."""
     if isinstance(value, torch.Tensor):
         return _tensor_to_json(value, tensors, path)
     if value is None or type(value) in _PLAIN:
@@ -38,19 +39,22 @@ def _to_json(value: Any, tensors: list[torch.Tensor], path: str) -> Any:
         return str.__str__(value)
     if isinstance(value, complex):
         return ["c", [value.real, value.imag]]
+    if isinstance(value, torch.dtype):
+        return ["y", str(value).removeprefix("torch.")]
+    if any(one is value for one in above):
+        raise TypeError(f"{path} contains itself, without an end: leave it out, or keep a copy in it")
+    inside = (*above, value)
     if isinstance(value, list | tuple):
         tag = "l" if isinstance(value, list) else "t"
-        return [tag, [_to_json(item, tensors, f"{path}[{i}]") for i, item in enumerate(value)]]
+        return [tag, [_to_json(item, tensors, f"{path}[{i}]", inside) for i, item in enumerate(value)]]
     if isinstance(value, Mapping):
         return [
             "d",
             [
-                [_to_json(key, tensors, path), _to_json(item, tensors, f"{path}[{key!r}]")]
+                [_to_json(key, tensors, path, inside), _to_json(item, tensors, f"{path}[{key!r}]", inside)]
                 for key, item in value.items()
             ],
         ]
-    if isinstance(value, torch.dtype):
-        return ["y", str(value).removeprefix("torch.")]
     raise TypeError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent without pickling; "
         "keep numbers, texts, lists, dicts and tensors in the optimizer's state"
@@ -62,8 +66,15 @@ def _tensor_to_json(value: torch.Tensor, tensors: list[torch.Tensor], path: str)
         raise TypeError(
             f"{path} is a {type(value).__name__} with layout {value.layout}; only plain dense tensors travel"
         )
+    if value.is_meta:
+        raise TypeError(
+            f"{path} is a tensor on the meta device, which has no values: put it on a device, or leave it out"
+        )
+    if value.is_quantized:
+        raise TypeError(f"{path} is a quantized tensor: keep its int_repr(), scale and zero point, or its dequantize()")
+    value = value.detach().resolve_conj().resolve_neg()  # else a flag says how to read what is in memory
     order = storage_order(value)
-    tensors.append(value.detach().permute(order).contiguous().view(-1))
+    tensors.append(value.permute(order).contiguous().view(-1))
     return ["T", [str(value.dtype).removeprefix("torch."), list(value.shape), order]]
 
 

@@ -13,49 +13,35 @@ from shardstep.stepping.kernel import KernelPiece, KernelStep, Rule, is_availabl
 from shardstep.stepping.kernel.table import FLOATS
 from shardstep.stepping.local_optimizer import copy_options
 from shardstep.stepping.scaling import Scaling
-
-Groups = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KernelRow:
-    """What one tensor of the optimizer stands for."""
-
-    tensor: torch.Tensor  # under which its state is found
-    values: torch.Tensor
-    master: torch.Tensor | None
-    gradient_dtype: torch.dtype
-    group: int
-    piece: Piece  # the first: for noise, and to count steps
+from shardstep.stepping.steppers import Groups, Row
 
 
 class ByKernel:
-    """Of one share. With a `seed`, bfloat16 values have no master, and are rounded by chance."""
+    """A stepper (steppers.py). With a `seed`, bfloat16 values have no master, and are rounded by chance."""
 
-    def __init__(self, optimizer_class: Any, seed: int | None) -> None:
-        self._rule, self.seed = rule_of(optimizer_class), seed
+    writes_values = True
+    temporary_nbytes = 0
+
+    def __init__(self, optimizer_class: Any, groups: Sequence[int], seed: int | None) -> None:
+        self._rule, self.groups, self.seed = rule_of(optimizer_class), groups, seed
 
     def build(
         self,
-        rows: Sequence[Sequence[KernelRow]],
+        rows: Sequence[Sequence[Row]],
         state: dict[Any, Any],
         groups: Groups,
         counts: dict[Piece, torch.Tensor],
     ) -> None:
-        """`rows[k]` are those that are stepped together; `state` is the optimizer's own, by tensor.
-
-        `counts` are of steps, for classes that keep none in their state; they go on here.
-        """
         self._rows, self._state = rows, state
-        self._groups: list[dict[str, Any]] = [{} for _ in groups]
+        self._place = {number: place for place, number in enumerate(self.groups)}
+        self._groups: list[dict[str, Any]] = [{} for _ in self.groups]
         self._flags: list[Any] = []
         self._made: list[_Made | None] = [None] * len(rows)
         self._counts = counts
         self.begin(groups)
 
     def begin(self, groups: Groups) -> None:
-        """A step begins: options are taken over as they are now."""
-        copy_options(groups, self._groups)
+        copy_options([groups[number] for number in self.groups], self._groups)
         flags = [[group.get(name) for name in _COMPILED] + [bool(group.get("momentum"))] for group in self._groups]
         if flags != self._flags:
             self._flags, self._made = flags, [None] * len(self._rows)
@@ -67,7 +53,6 @@ class ByKernel:
         scaling: Scaling | None,
         factor: torch.Tensor | None = None,
     ) -> None:
-        """Step one of `rows`; a row without a gradient stays as it is, and has no state before its first one."""
         rows, made = self._rows[number], self._made[number]
         present = {index for index, gradient in enumerate(gradients) if gradient is not None}
         if made is None or not present <= made.places.keys():
@@ -85,12 +70,12 @@ class ByKernel:
             found_inf=None if scaling is None else scaling.found_inf,
         )
 
-    def _piece(self, row: KernelRow) -> KernelPiece:
+    def _piece(self, row: Row) -> KernelPiece:
         first, second, largest = self._moments(row)
         return KernelPiece(
             values=row.values,
             step=self._count(row),
-            group=row.group,
+            group=self._place[row.group],
             first=first,
             second=second,
             largest=largest,
@@ -100,9 +85,9 @@ class ByKernel:
             start=row.piece.start,
         )
 
-    def _moments(self, row: KernelRow) -> list[torch.Tensor | None]:
+    def _moments(self, row: Row) -> list[torch.Tensor | None]:
         """What the class keeps per element, made where it is missing."""
-        group = self._groups[row.group]
+        group = self._groups[self._place[row.group]]
         names: list[str | None] = list(_MOMENTS[self._rule])
         if self._rule is Rule.SGD and not group.get("momentum"):
             names[0] = None
@@ -125,7 +110,7 @@ class ByKernel:
             found.append(entry[name])
         return found
 
-    def _count(self, row: KernelRow) -> torch.Tensor:
+    def _count(self, row: Row) -> torch.Tensor:
         """Of steps, on the device: in the state, if the class has it there."""
         device = row.values.device
         if self._rule is not Rule.ADAM:
@@ -152,13 +137,8 @@ _MOMENTS = {
 }
 
 
-def can_step(
-    optimizer_class: Any,
-    defaults: Mapping[str, Any],
-    groups: Groups,
-    layouts: Sequence[Layout],
-) -> bool:
-    """Whether the kernel steps all of it: cut parameters on one GPU, by a class and options that it reproduces."""
+def can_step(kind: Any, groups: Groups, layouts: Sequence[Layout]) -> bool:
+    """Whether the kernel steps all of these: cut parameters on one GPU, by a class and options that it reproduces."""
     params = [param for group in groups for param in group["params"]]
     return (
         bool(params)
@@ -166,5 +146,5 @@ def can_step(
         and is_available(params[0].device)
         and all(param.dtype in FLOATS for param in params)
         and all(layout is Layout.FLAT for layout in layouts)
-        and all(supports(optimizer_class, {**defaults, **group}) is None for group in groups)
+        and all(supports(kind, group) is None for group in groups)
     )

@@ -43,8 +43,11 @@ class StepCosts:
         channel: Channel,
         optimizer_class: Callable[..., Optimizer],
         defaults: Mapping[str, Any],
+        is_batched: Callable[[Mapping[str, Any]], bool] = lambda group: False,
     ) -> None:
+        """`is_batched` of a group: whether Muon's matrices are stepped by batches."""
         self._channel, self._class, self._defaults = channel, optimizer_class, defaults
+        self._is_batched = is_batched
         self._found: list[tuple[dict[str, Any], torch.device, Cost]] = []  # of each group
 
     def of(
@@ -54,27 +57,38 @@ class StepCosts:
 
         `elementwise` of each group: whether it is known to be.
         """
+        self.find(groups, elementwise)
+        return [self._found[spec.group][-1].of(spec) for spec in specs]
+
+    def forget_after(self, groups: int) -> None:
+        """Keep what was found of so many groups: those that came later were refused."""
+        del self._found[groups:]
+
+    def find(self, groups: Sequence[Mapping[str, Any]], elementwise: Sequence[bool]) -> None:
+        """Of groups that were added. Called on all ranks; when it returns, `of` asks nobody about these."""
         for number, group in enumerate(groups[len(self._found) :], start=len(self._found)):
             device = group["params"][0].device if group["params"] else torch.device("cpu")
             options = without_rate(group)
             self._found.append((options, device, self._cost_of(group, options, device, elementwise[number])))
-        return [self._found[spec.group][-1].of(spec) for spec in specs]
 
     def _cost_of(
         self, group: Mapping[str, Any], options: dict[str, Any], device: torch.device, elementwise: bool
     ) -> Cost:
         kind = class_of(self._class, group)
         if is_muon(kind):
-            return muon_cost(device.type, int(group["ns_steps"]))
+            return muon_cost(device.type, int(group["ns_steps"]), batched=self._is_batched(group))
         if elementwise or is_of_torch(kind) or not group["params"]:
             return elementwise_cost(device.type)
         for others, where, cost in self._found:
             if where == device and same_options(others, options):
                 return cost
-        tried = None
-        if self._channel.rank == 0:
-            tried = try_cost(Trial(self._class, self._defaults, group), device, group["params"][0].dtype)
-        return self._told(tried) or elementwise_cost(device.type)
+        tried, found = None, None
+        try:
+            if self._channel.rank == 0:
+                tried = try_cost(Trial(self._class, self._defaults, group), device, group["params"][0].dtype)
+        finally:  # the others wait for it, whatever has ended the trial
+            found = self._told(tried)
+        return found or elementwise_cost(device.type)
 
     def _told(self, cost: Cost | None) -> Cost | None:
         """That of rank 0, on all ranks."""

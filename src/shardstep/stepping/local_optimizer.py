@@ -103,12 +103,18 @@ def is_of_torch(optimizer_class: Any) -> bool:
         optimizer_class = optimizer_class.func
     if inner := getattr(optimizer_class, "inner_classes", ()):
         return all(map(is_of_torch, inner))
-    return isinstance(optimizer_class, type) and optimizer_class.__module__.startswith("torch.optim.")
+    # Muon says "torch.optim", the others the file that they are in.
+    return isinstance(optimizer_class, type) and f"{optimizer_class.__module__}.".startswith("torch.optim.")
+
+
+def bare_class(optimizer_class: Any) -> Any:
+    while isinstance(optimizer_class, partial):  # torch takes those too
+        optimizer_class = optimizer_class.func
+    return optimizer_class
 
 
 def qualified_name(optimizer_class: Any) -> str:
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
+    optimizer_class = bare_class(optimizer_class)
     return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
@@ -190,7 +196,7 @@ def load_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str,
     for theirs, ours in zip(source, target, strict=True):
         for key, value in theirs.items():
             own = ours.get(key)
-            if key in _NO_OPTIONS:
+            if key in _NO_OPTIONS or value is own:
                 continue
             if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
                 with torch.no_grad():

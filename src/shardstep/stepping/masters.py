@@ -1,6 +1,7 @@
-"""fp32 masters of 16-bit parameters: of this rank's pieces, so that a job holds them once.
+"""fp32 masters of parameters that are rounded: of this rank's pieces, so that a job holds them once.
 
-The optimizer steps the masters. What they become is rounded into the parameters, and only that travels.
+Parameters are rounded because they are of 16 bits, or because they travel in fewer bits than they have (wire/
+encoding.py). The optimizer steps the masters. What they become is rounded into the parameters, and only that travels.
 
 [Note: who writes a weight] A program may write to a weight itself: it loads a checkpoint, clamps, averages. The master
 knows nothing of it, and the next step would undo it. So where a weight may have been written to, what is no longer the
@@ -18,23 +19,32 @@ from torch import nn
 
 from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import flat_gradient, quickly
-from shardstep.planning import Piece, Plan, read_specs
+from shardstep.planning import ParamSpec, Piece, Plan, read_specs
 from shardstep.stepping.entries import Entry
 from shardstep.stepping.slots import Slot
+from shardstep.wire.encoding import encoding_named
 
 NARROW = (torch.bfloat16, torch.float16)
+_NARROW_NAMES = [str(dtype).removeprefix("torch.") for dtype in NARROW]
 MASTER = "shardstep.master"  # in the state of a piece
 _tensor: Any = torch.Tensor
 _version_of: Any = _tensor._version.__get__
 
 
 class Masters(Slot):
-    """Of the buckets of 16-bit parameters; others have none, and are stepped where they lie."""
+    """Of the buckets whose parameters are rounded; others have none, and are stepped where they lie."""
 
     def __init__(self, memory: FlatMemory) -> None:
         buckets = memory.buckets
-        narrow = [number for number, bucket in enumerate(buckets) if bucket.values.dtype in NARROW]
-        super().__init__(memory, MASTER, {number: buckets[number].own.detach().to(torch.float32) for number in narrow})
+        super().__init__(
+            memory,
+            MASTER,
+            {
+                number: bucket.own.detach().to(torch.float32, copy=True)
+                for number, bucket in enumerate(buckets)
+                if bucket.values.dtype in NARROW or bucket.bucket.wire
+            },
+        )
         self._buckets_of: dict[int, list[int]] = {}
         for number in self.values:
             for segment in buckets[number].bucket.segments:
@@ -77,19 +87,62 @@ class Masters(Slot):
             self._to_compare.update(bucket for buckets, new, old in rows if new != old for bucket in buckets)
             self._versions = found
         for number in self._to_compare:
-            own, values = self._memory.buckets[number].own, self.values[number]
-            values.copy_(torch.where(own == values.to(own.dtype), values, own.to(values.dtype)))
+            bucket, values = self._memory.buckets[number], self.values[number]
+            values.copy_(_followed(values, bucket.own, bucket.bucket.wire))
+
+    @torch.no_grad()
+    def follow_frozen(self, parked: Mapping[Piece, Entry]) -> None:
+        """The same for the masters of frozen weights, which are in the state that is put aside."""
+        for piece, entry in parked.items():
+            if MASTER in entry:
+                param, spec = self._memory.frozen[piece.param], self._memory.plan.params[piece.param]
+                weight = flat_gradient(param, param.detach())[piece.start : piece.stop]
+                entry[MASTER] = _followed(entry[MASTER].to(param.device).reshape(-1), weight, spec.wire)
 
     @torch.no_grad()
     def write(self, buckets: Iterable[int]) -> None:
-        """They were stepped: round them into the parameters."""
+        """They were stepped: round them into the parameters. What is encoded is rounded when it is sent."""
         for number in buckets:
             if number in self.values:
                 self._memory.buckets[number].own.copy_(self.values[number])
 
+    def of_encoded(self) -> dict[Piece, torch.Tensor]:
+        """What the weights are rounded from that are rounded when they are sent."""
+        self.follow_writes()
+        buckets = [(bucket, self.values.get(number)) for number, bucket in enumerate(self._memory.buckets)]
+        return {
+            piece: values[offset : offset + piece.numel]
+            for bucket, values in buckets
+            if bucket.bucket.wire and values is not None
+            for piece, offset in bucket.placed
+        }
+
     def _look(self) -> list[int]:
         with quickly():
             return list(map(_version_of, self._params))
+
+
+def _followed(master: torch.Tensor, weight: torch.Tensor, wire: str) -> torch.Tensor:
+    """The master of a weight that is its rounding, or was written to since."""
+    rounded = encoding_named(wire).encode(master) if wire else master.to(weight.dtype)
+    return torch.where(weight == rounded, master, weight.to(master.dtype))
+
+
+def is_kept(spec: ParamSpec) -> bool:
+    """Whether a parameter has a master where there are masters: it is rounded to be held, or to travel."""
+    return bool(spec.wire) or spec.dtype in _NARROW_NAMES
+
+
+@torch.no_grad()
+def make_exact(memory: FlatMemory, masters: Mapping[Piece, torch.Tensor]) -> None:
+    """Make exact what was rounded from these masters, in an optimizer that keeps none; other weights stay."""
+    for bucket in memory.buckets:
+        for piece, offset in bucket.placed:
+            own = bucket.own[offset : offset + piece.numel]
+            if piece in masters and own.dtype not in NARROW:
+                master = masters[piece].to(own.device, own.dtype).reshape(-1)
+                is_rounded = (own == master.to(NARROW[0])) | (own == master.to(NARROW[1]))
+                own.copy_(torch.where(is_rounded, master, own))
 
 
 Source = nn.Module | Mapping[str, torch.Tensor]
@@ -114,6 +167,11 @@ def given_masters(source: Source, groups: Sequence[Mapping[str, Any]]) -> dict[i
                 "model, copied before .bfloat16() or .half()"
             )
         found[place] = value.detach()
+    if not found:
+        raise ValueError(
+            "masters_from is for parameters of bfloat16 and float16, and there is none: those of float32 are exact "
+            "themselves, with `wire` as well. Leave it out"
+        )
     return found
 
 
@@ -162,6 +220,17 @@ def check_can_be_rounded(groups: Sequence[Mapping[str, Any]]) -> None:
     halves = [spec.name for spec, param in zip(read_specs(groups), params, strict=True) if param.dtype is torch.float16]
     if halves:
         raise ValueError(f'master="stochastic" is for bfloat16, and {halves[0]} is float16: use master="fp32"')
+
+
+def check_is_encoded(groups: Sequence[Mapping[str, Any]], wire: str) -> None:
+    """Raise if no parameter would travel in that encoding."""
+    specs = read_specs(groups)
+    if not any(spec.encoded(wire).wire for spec in specs):
+        raise ValueError(
+            f'wire="{wire}" is for float32 matrices, and there is none: the first parameter, {specs[0].name}, has '
+            f"{specs[0].dtype} and the shape {specs[0].shape}. Leave `wire` out; parameters of 16 bits, their "
+            "gradients and vectors travel as they are"
+        )
 
 
 def has_narrow(params: Sequence[torch.Tensor]) -> bool:

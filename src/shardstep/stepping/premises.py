@@ -32,7 +32,7 @@ class Premises:
         self._found: list[torch.Tensor | None] = []
         self.buffers: list[torch.Tensor] = []
         self._buffer_lines: list[str] = []
-        self._told: tuple[list[str], list[str], str] | None = None
+        self._told: tuple[list[str], list[str], str, list[str]] | None = None
         self._digest = b""
 
     def watch(self, groups: Groups) -> None:
@@ -63,13 +63,16 @@ class Premises:
 
     # -- a look -------------------------------------------------------------------------------------------------------
 
-    def look(self, groups: Groups, failure: Exception | None) -> bytes:
-        """A digest of what must be the same on all ranks, also of why this one cannot step: `failure`, or its own."""
+    def look(self, groups: Groups, failure: Exception | None, changes: list[str]) -> bytes:
+        """A digest of what must be the same on all ranks, also of why this one cannot step: `failure`, or its own.
+
+        `changes` say what has been frozen or unfrozen since the plan was made.
+        """
         self.failure = failure
         if not all(map(is_, map(dict.get, self._dicts, self._keys), self._members)):
             self.failure = failure or self._find_replaced(groups)
         self._look_at_buffers()
-        told = (self._options.lines(groups), self._buffer_lines, repr(self.failure))
+        told = (self._options.lines(groups), self._buffer_lines, repr(self.failure), changes)
         if self._told is None or told[0] is not self._told[0] or told[1:] != self._told[1:]:
             self._told = told
             self._digest = hashlib.blake2b("\n".join(self.lines()).encode(), digest_size=NBYTES).digest()
@@ -77,9 +80,10 @@ class Premises:
 
     def lines(self) -> Iterator[str]:
         """What the digest is of."""
-        options, buffers, failure = self._told or ([], [], "")
+        options, buffers, failure, changes = self._told or ([], [], "", [])
         yield from options
         yield from buffers
+        yield from changes
         yield failure
 
     def all_options(self, groups: Groups) -> list[str]:

@@ -57,10 +57,13 @@ class Rounded(Slot):
         return torch.zeros((), dtype=torch.float32, device=device).expand(shape)
 
     @torch.no_grad()
-    def lend(self, tensor: torch.Tensor, own: torch.Tensor) -> None:
-        """The values of `own`, flat, for the time of a step; `tensor` has the shape that is stepped."""
+    def lend(self, tensor: torch.Tensor, own: torch.Tensor, home: torch.Tensor) -> None:
+        """The values of `own`, flat, for the time of a step; `tensor` has the shape that is stepped.
+
+        If that is the shape of the parameter, they lie as in its `home`.
+        """
         values = own.to(torch.float32)
-        tensor.data = values if tensor.dim() == 1 else dense_view(values, 0, tensor)
+        tensor.data = values if tensor.dim() == 1 else dense_view(values, 0, home)
 
     @torch.no_grad()
     def take_back(self, tensor: torch.Tensor, own: torch.Tensor, run: Run, state: dict[str, Any]) -> None:

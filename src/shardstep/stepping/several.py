@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from shardstep.stepping.local_optimizer import CLASS
+from shardstep.stepping.local_optimizer import CLASS, without_params
+from shardstep.stepping.options import option_keys
 from shardstep.stepping.slices import step_as_a_part
+from shardstep.stepping.twin import load_again
 
 
 class SeveralOptimizers(Optimizer):
@@ -35,8 +38,23 @@ class SeveralOptimizers(Optimizer):
         for group, known in zip(own, optimizer.param_groups, strict=True):
             group.update({key: value for key, value in known.items() if key != "params"})
         optimizer.param_groups = own
+        self.state.update(optimizer.state)  # some make theirs in the constructor: Adagrad of torch 2.11 does
         optimizer.state = self.state
         return optimizer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Each class loads what is its own: it would not know the state of the others."""
+        super().__setstate__(state)
+        for optimizer in self.inner:
+            groups = [group for group in self.param_groups if group[CLASS] is type(optimizer)]
+            own = {param: self.state[param] for group in groups for param in group["params"] if param in self.state}
+            optimizer.param_groups = [without_class(group) for group in groups]
+            optimizer.state = defaultdict(dict, own)
+            load_again(optimizer)
+            for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+                group.update(loaded)
+            self.state.update(optimizer.state)
+            optimizer.param_groups, optimizer.state = groups, self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -89,6 +107,20 @@ def read_classes(optimizer_class: Any, groups: Any, defaults: Mapping[str, Any])
     if modes:
         raise ValueError(f"{modes[0]} has train() and eval(), which change weights: shard(...) takes it alone only")
     return several(classes), read, {}
+
+
+def shared_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The options that every group has, as the first has them: schedulers ask whether all have a momentum, or betas."""
+    first, *others = groups
+    return {key: first[key] for key in option_keys(first) if key != CLASS and all(key in other for other in others)}
+
+
+def with_own_options(optimizer_class: Any, group: dict[str, Any]) -> dict[str, Any]:
+    """A group that is added, with the options of its class that it does not name; not those of the first group."""
+    if group.get(CLASS) not in getattr(optimizer_class, "inner_classes", ()):
+        return group
+    (own,) = optimizer_class(without_params([group])).param_groups
+    return {**own, **group}
 
 
 def check_class(optimizer_class: Any, group: Mapping[str, Any]) -> None:

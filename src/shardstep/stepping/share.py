@@ -22,16 +22,16 @@ from shardstep.memory.flat import FlatMemory
 from shardstep.memory.views import dense_view
 from shardstep.planning import Layout, Piece, Plan
 from shardstep.planning.runs import Run, find_runs
-from shardstep.stepping.average import Average
-from shardstep.stepping.by_kernel import ByKernel, KernelRow
+from shardstep.stepping.average import AVERAGE, Average
 from shardstep.stepping.entries import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
 from shardstep.stepping.local_optimizer import build, is_of_torch
-from shardstep.stepping.masters import NARROW, Masters
+from shardstep.stepping.masters import MASTER, NARROW, Masters, is_kept
 from shardstep.stepping.parts import PartedOptimizer, placeholder, takes_scaling
 from shardstep.stepping.rounding import Rounded, without_counts
 from shardstep.stepping.scaling import Scaling
 from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 from shardstep.stepping.slots import Slot
+from shardstep.stepping.steppers import Row, Stepper
 
 ParamGroups = Sequence[dict[str, Any]]
 
@@ -51,7 +51,8 @@ class Prepared:
 class LocalShare:
     """Made anew with every plan. `defaults` are the options with which `optimizer_class` is built.
 
-    `layouts` are of the groups, `together` the buckets that are stepped at a time.
+    `layouts` are of the groups, `together` the buckets that are stepped at a time. What no one of `steppers` steps, the
+    class does.
     """
 
     def __init__(
@@ -67,12 +68,15 @@ class LocalShare:
         masters: Masters | None = None,
         average: Average | None = None,
         rounded: Rounded | None = None,
-        kernel: ByKernel | None = None,
+        steppers: Sequence[Stepper] = (),
     ) -> None:
         self._class, self._defaults = optimizer_class, defaults
         self._plan, self._memory, self._layouts, self._together = plan, memory, layouts, together
         self.masters, self.average = masters, average
-        self._rounded, self._kernel = rounded, kernel
+        self._rounded, self.steppers = rounded, steppers
+        self._not_by_class = {group for stepper in steppers for group in stepper.groups}
+        self._in_place = {group for stepper in steppers if stepper.writes_values for group in stepper.groups}
+        self._by_class = len(self._not_by_class) < len(layouts)  # any group at all
         self.slots: list[Slot] = [slot for slot in (masters, average, rounded) if slot is not None]
         self._join = join and is_of_torch(optimizer_class)
         self.runs: list[tuple[Run, ...]] = []  # by bucket
@@ -101,13 +105,11 @@ class LocalShare:
         for slot in self.slots:
             found, rest = slot.split(rest)
             own.append(found)
+        rest = self._without_unkept(rest)
         runs = self._find_runs(param_groups, rest)
         tensors = [[self._tensor_of(run, number) for run in row] for number, row in enumerate(runs)]
-        pairs = _pairs(runs, tensors)
-        local = self._make_local(param_groups, pairs)
-        parts = [[tensor for bucket in group for tensor in tensors[bucket]] for group in self._together]
-        parted = PartedOptimizer(local, parts, _maker(self._class, self._defaults))
-        for run, tensor in pairs:
+        local, parted = self._make_optimizers(param_groups, runs, tensors)
+        for run, tensor in _pairs(runs, tensors):
             held = {piece: rest.pop(piece) for piece in run.pieces if piece in rest}
             if held:
                 entry = join_in_run(run, held, tensor)
@@ -117,15 +119,55 @@ class LocalShare:
         parted.resume(self.counted() if counted is None else counted)
         return Prepared(runs, tensors, local, parted, parked, own)
 
+    def try_class(self, param_groups: ParamGroups) -> None:
+        """Raise what the class raises when it is given its parameters. For a share whose memory is not stored."""
+        runs = self._find_runs(param_groups, {})
+        tensors = [[self._tensor_of(run, number) for run in row] for number, row in enumerate(runs)]
+        try:
+            self._make_optimizers(param_groups, runs, tensors)
+        except Exception:
+            # It may have looked for a device, or at values: tensors that have both, and one element of memory each.
+            device_of = [memory.bucket.segments[0].param for memory in self._memory.buckets]
+            single = [
+                [
+                    torch.zeros((), dtype=one.dtype, device=self._memory.params[param].device).expand(one.shape)
+                    for one in row
+                ]
+                for param, row in zip(device_of, tensors, strict=True)
+            ]
+            self._make_optimizers(param_groups, runs, [[one.requires_grad_() for one in row] for row in single])
+
+    def _make_optimizers(
+        self, param_groups: ParamGroups, runs: Sequence[tuple[Run, ...]], tensors: Sequence[Sequence[torch.Tensor]]
+    ) -> tuple[Optimizer, PartedOptimizer]:
+        local = self._make_local(param_groups, _pairs(runs, tensors))
+        parts = [[tensor for bucket in group for tensor in tensors[bucket]] for group in self._together]
+        return local, PartedOptimizer(local, parts, _maker(self._class, self._defaults))
+
     def take(self, made: Prepared, param_groups: ParamGroups) -> None:
         """From now on this is the share. No code of the class runs here."""
         self.runs, self._tensors = made.runs, made.tensors
         self.local, self._parted, self.parked = made.local, made.parted, made.parked
         for slot, own in zip(self.slots, made.own, strict=True):
             slot.fill(own)
-        if self._kernel is not None:
-            counts = {} if self._rounded is None else self._rounded.counts
-            self._kernel.build(self._kernel_rows(), self.local.state, param_groups, counts)
+        self._rows = self._make_rows()
+        counts = {} if self._rounded is None else self._rounded.counts
+        for stepper in self.steppers:
+            rows = [[row for row in own if row.group in stepper.groups] for own in self._rows]
+            stepper.build(rows, self.local.state, param_groups, counts)
+
+    def _without_unkept(self, entries: Mapping[Piece, Entry]) -> dict[Piece, Entry]:
+        """Without masters and averages that nobody here keeps: they would be saved again when they are long old."""
+        kept = {slot.key for slot in self.slots}
+        live = {piece for bucket in self._memory.buckets for piece, _ in bucket.placed}
+
+        def stays(piece: Piece, key: str) -> bool:
+            if key not in (MASTER, AVERAGE):
+                return True
+            return piece not in live and key in kept and (key != MASTER or is_kept(self._plan.params[piece.param]))
+
+        rest = {p: {key: value for key, value in entry.items() if stays(p, key)} for p, entry in entries.items()}
+        return {piece: entry for piece, entry in rest.items() if entry}
 
     def _find_runs(self, param_groups: ParamGroups, rest: Mapping[Piece, Entry]) -> list[tuple[Run, ...]]:
         """By bucket; `rest` is the state by which pieces can be told apart."""
@@ -137,23 +179,28 @@ class LocalShare:
 
         return [find_runs(memory.placed, together) for memory in self._memory.buckets]
 
-    def _kernel_rows(self) -> list[list[KernelRow]]:
+    def _make_rows(self) -> list[list[Row]]:
+        """Of what is stepped together."""
         return [
             [
-                self._kernel_row(run, tensor, bucket)
+                self._make_row(run, tensor, bucket)
                 for bucket in group
                 for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
             ]
             for group in self._together
         ]
 
-    def _kernel_row(self, run: Run, tensor: torch.Tensor, bucket: int) -> KernelRow:
+    def _make_row(self, run: Run, tensor: torch.Tensor, bucket: int) -> Row:
         first, values = run.pieces[0], self._own(run, bucket)
-        master = tensor.detach().view(-1) if self.masters is not None and bucket in self.masters.values else None
+        masters = None if self.masters is None else self.masters.values.get(bucket)
+        master = None if masters is None else masters[run.start : run.stop]
+        if master is not None and values.dtype is torch.float32:  # rounded when it is sent: stepped like any other
+            values, master = master, None
         # Whether it has a gradient now or not: of fp16 with masters they are kept in fp32 (memory/shards.py).
         wide = master is not None and values.dtype is torch.float16
         dtype = torch.float32 if wide else values.dtype
-        return KernelRow(tensor, values, master, dtype, self._group_of(first), first)
+        stride = self._memory.homes[first.param].stride()
+        return Row(tensor, values, master, dtype, self._group_of(first), first, stride)
 
     def _own(self, run: Run, bucket: int) -> torch.Tensor:
         """The parameters' own memory, flat."""
@@ -162,12 +209,12 @@ class LocalShare:
     @property
     def takes_scaling(self) -> bool:
         """Whether a step takes what a GradScaler has found without asking the device."""
-        return self._kernel is not None or takes_scaling(self.local)
+        return not self._by_class or takes_scaling(self.local)
 
     @property
     def takes_factor(self) -> bool:
         """Whether a step multiplies gradients with a number on the device."""
-        return self._kernel is not None
+        return not self._by_class
 
     def counted(self) -> dict[str, Any]:
         """What the class has counted on itself, in attributes."""
@@ -236,8 +283,8 @@ class LocalShare:
             self.masters.follow()
         if self.average is not None:
             self.average.begin()
-        if self._kernel is not None:
-            self._kernel.begin(param_groups)
+        for stepper in self.steppers:
+            stepper.begin(param_groups)
         assert self._parted is not None, "built"
         self._parted.begin(param_groups)
 
@@ -251,23 +298,32 @@ class LocalShare:
         """Step the buckets of a group; `gradients_of` a run are flat, or None, and to be multiplied by `factor`."""
         buckets = self._together[group]
         gradients = [gradients_of(bucket, run) for bucket in buckets for run in self.runs[bucket]]
-        if self._kernel is not None:
-            self._kernel.step(group, gradients, scaling, factor)
-        else:
-            assert factor is None, "only the kernel takes one"
-            self._step_parts(group, gradients, scaling)
+        pairs = list(zip(self._rows[group], gradients, strict=True))
+        lent = {row.tensor for row, gradient in pairs if gradient is not None and row.group not in self._in_place}
+        with nullcontext() if self._rounded is None else self._lent(self._rounded, buckets, lent):
+            for stepper in self.steppers:
+                own = [gradient for row, gradient in pairs if row.group in stepper.groups]
+                stepper.step(group, own, scaling, factor)
+            if self._by_class:
+                assert factor is None, "the class takes none"
+                self._step_by_class(group, pairs, scaling)
+        if self.masters is not None:
+            self.masters.write(b for b in buckets if not self._is_written(b))
         if self.average is not None:
             self.average.follow(buckets, scaling)
 
-    def _step_parts(self, group: int, gradients: Sequence[torch.Tensor | None], scaling: Scaling | None) -> None:
-        buckets = self._together[group]
+    def _step_by_class(
+        self, group: int, pairs: Sequence[tuple[Row, torch.Tensor | None]], scaling: Scaling | None
+    ) -> None:
+        """What steppers have stepped has no gradient here."""
         assert self._parted is not None, "built"
-        tensors = [tensor for bucket in buckets for tensor in self._tensors[bucket]]
-        stepped = {tensor for tensor, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
-        with nullcontext() if self._rounded is None else self._lent(self._rounded, buckets, stepped):
-            self._parted.step(group, list(map(_like, gradients, tensors)), scaling)
-        if self.masters is not None:
-            self.masters.write(buckets)
+        given = [None if row.group in self._not_by_class else _like(gradient, row.tensor) for row, gradient in pairs]
+        self._parted.step(group, given, scaling)
+
+    def _is_written(self, bucket: int) -> bool:
+        """Whether a stepper has rounded the masters of a bucket into it; what is encoded, nobody has."""
+        groups = {self._group_of(run.pieces[0]) for run in self.runs[bucket]}
+        return groups <= self._in_place and self._memory.buckets[bucket].values.dtype is not torch.float32
 
     @contextmanager
     def _lent(self, rounded: Rounded, buckets: Iterable[int], chosen: Collection[torch.Tensor]) -> Iterator[None]:
@@ -278,8 +334,8 @@ class LocalShare:
             for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
             if self._memory.buckets[bucket].values.dtype is torch.bfloat16 and tensor in chosen
         ]
-        for _, tensor, own in rows:
-            rounded.lend(tensor, own)
+        for run, tensor, own in rows:
+            rounded.lend(tensor, own, self._memory.homes[run.pieces[0].param])
         yield
         for run, tensor, own in rows:
             rounded.take_back(tensor, own, run, self.local.state.get(tensor, {}))
@@ -317,6 +373,7 @@ class LocalShare:
         """
         if self.masters is not None and not (self.average is not None and self.average.is_shown):
             self.masters.follow_writes()
+            self.masters.follow_frozen(self.parked)
         live = {
             piece: cut_from_run(entry, run, offset, piece.numel)
             for run, tensor in _pairs(self.runs, self._tensors)

@@ -19,7 +19,7 @@ class Slot:
     """`key` is its name in the state of a piece, `values` are by bucket."""
 
     def __init__(self, memory: FlatMemory, key: str, values: dict[int, torch.Tensor]) -> None:
-        self._memory, self._key, self.values = memory, key, values
+        self._memory, self.key, self.values = memory, key, values
 
     @property
     def nbytes(self) -> int:
@@ -31,13 +31,13 @@ class Slot:
         rest = {piece: {**entry} for piece, entry in entries.items()}
         for number in self.values:
             for piece, _ in self._memory.buckets[number].placed:
-                saved = rest.get(piece, {}).pop(self._key, None)
+                saved = rest.get(piece, {}).pop(self.key, None)
                 if saved is None:
                     continue
                 if saved.numel() != piece.numel:
                     name = self._memory.plan.params[piece.param].name
                     raise ValueError(
-                        f"{self._key} of {name} has {saved.numel()} elements where {piece.numel} are held: load what "
+                        f"{self.key} of {name} has {saved.numel()} elements where {piece.numel} are held: load what "
                         "was saved of this model"
                     )
                 own[piece] = saved
@@ -63,4 +63,4 @@ class Slot:
         """Into the state of pieces, views of it."""
         for number, values in self.values.items():
             for piece, offset in self._memory.buckets[number].placed:
-                entries.setdefault(piece, {})[self._key] = values[offset : offset + piece.numel]
+                entries.setdefault(piece, {})[self.key] = values[offset : offset + piece.numel]

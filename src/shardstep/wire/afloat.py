@@ -24,7 +24,8 @@ class Afloat:
         _afloat.add(self)
 
     def wait(self) -> None:
-        for work in self.work:
-            work.wait()
-        self.work, self._memory = [], []
+        while self.work:
+            # Taken off first: what has arrived arrives once, and whoever is interrupted here may come again.
+            self.work.pop(0).wait()
+        self._memory = []
         _afloat.discard(self)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NoReturn, TypeVar
 
-from shardstep.wire.channel import Channel
+from shardstep.wire.channel import Channel, go_on_from, names_taken
 from shardstep.wire.records import Answer, open_poll
 
 _TEXT_NBYTES = 2048  # an error's text beyond this is cut before it is sent
@@ -40,6 +40,7 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 _Kind = TypeVar("_Kind", bound=type[Exception])
+_Made = TypeVar("_Made")
 
 
 def travels(kind: _Kind) -> _Kind:
@@ -72,7 +73,7 @@ class Claim:
     """What one rank brings to an agreement: how it fared, and what must be the same."""
 
     action: str  # for the error message
-    failure: Exception | None
+    failure: BaseException | None
     facts: Facts
 
 
@@ -112,8 +113,8 @@ class Agreement:
         failed = [rank for rank, record in enumerate(answer.rows()) if record[0]]
         text = self._text_of(own, failed[0])
         alike = not self._ask(bytes([own != text])).any[0]
-        if claim.failure is not None and alike:
-            raise claim.failure  # the same mistake on every rank: nothing to add
+        if claim.failure is not None and (alike or not isinstance(claim.failure, Exception)):
+            raise claim.failure  # the same mistake on every rank: nothing to add; nor to Ctrl-C, which ends a program
         name, message = json.loads(text)
         kind = _ERRORS.get(name, RuntimeError)
         prefix = "" if name in _ERRORS else f"{name}: "
@@ -151,7 +152,36 @@ def agree(channel: Channel, claim: Claim) -> None:
     agreement.finish()
 
 
-def _error_text(error: Exception) -> str:
+def attempt(channel: Channel, action: str, work: Callable[[], _Made], facts: Iterable[str] = ()) -> _Made:
+    """Return what `work` returns, which sends nothing; raise on every rank if it raises on one, also by Ctrl-C."""
+    made: list[_Made] = []
+    failure: BaseException | None = None
+    try:
+        made.append(work())
+    except BaseException as error:
+        failure = error
+    agree(channel, Claim(action, failure, Facts(facts)))
+    return made.pop()
+
+
+class LastWord:
+    """The agreement behind what takes names (of messages, of questions): a rank may have failed between two of them.
+
+    Ranks that count differently would wait for each other for ever, so they go on with the highest count of all.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._poll = channel, open_poll(channel)
+
+    def agree(self, claim: Claim) -> None:
+        self._poll.ask(names_taken(self._channel))
+        answer = self._poll.answer()
+        if not answer.equal:
+            go_on_from(self._channel, answer.rows())
+        agree(self._channel, claim)
+
+
+def _error_text(error: BaseException) -> str:
     return json.dumps([type(error).__name__, _brief(str(error))], ensure_ascii=False)
 
 

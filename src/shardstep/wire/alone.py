@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardstep.planning import Bucket
+from shardstep.wire.encoding import round_all
 from shardstep.wire.transport import (
     BucketSizes,
     Check,
@@ -46,10 +47,8 @@ class Alone:
     def finish(self, gathers: Sequence[Gather]) -> None:
         finish_gathers(gathers)
 
-    def reductions(
-        self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None
-    ) -> Sequence[Reduction]:
-        del shard_of, wire_dtype
+    def reductions(self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor]) -> Sequence[Reduction]:
+        del shard_of
         return [_OwnGradients(bucket) for bucket in memory]
 
     def add_up(self, values: torch.Tensor, *, highest: bool = False) -> torch.Tensor:
@@ -68,9 +67,9 @@ class Alone:
         return [list(range(buckets))] if buckets else []
 
     def range_gathers(self, memory: Sequence[Memory], *, ring: bool) -> Sequence[Gather]:
-        """There is nothing to gather."""
-        del memory, ring
-        return []
+        """There is nothing to gather; but what would be rounded on its way is rounded here, too."""
+        del ring
+        return [_Rounding(bucket) for bucket in memory] if any(bucket.bucket.wire for bucket in memory) else []
 
     def message_gathers(self, buckets: Sequence[tuple[torch.device, Sequence[Sequence[Message]]]]) -> Sequence[Gather]:
         return [_NoGather() for _ in buckets]
@@ -91,6 +90,16 @@ class _NoGather:
     def send(self) -> None: ...
     def pass_on(self, distance: int) -> None: ...
     def finish(self) -> None: ...
+
+
+class _Rounding(_NoGather):
+    """One rank holds what several would."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def send(self) -> None:
+        round_all([self._memory])
 
 
 class _OwnGradients:

@@ -55,10 +55,8 @@ class ByDevice:
     def finish(self, gathers: Sequence[Gather]) -> None:
         finish_gathers(gathers)
 
-    def reductions(
-        self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None
-    ) -> Sequence[Reduction]:
-        rows = {kind: one.reductions(memory, shard_of, wire_dtype) for kind, one in self._transports.items()}
+    def reductions(self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor]) -> Sequence[Reduction]:
+        rows = {kind: one.reductions(memory, shard_of) for kind, one in self._transports.items()}
         return [rows[bucket.values.device.type][number] for number, bucket in enumerate(memory)]
 
     def add_up(self, values: torch.Tensor, *, highest: bool = False) -> torch.Tensor:

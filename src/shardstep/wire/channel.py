@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardstep.wire.hosts import Hosts, hosts_of
+from shardstep.wire.hosts import Hosts, check_process, hosts_of
 
 # Point-to-point messages match by peer and tag. A tag of our own keeps them apart from a program's own sends.
 TAG = 20_591
@@ -36,6 +37,11 @@ class Channel:
     device: torch.device  # for occasional tensors: the CPU where the backend takes it
     backends: dict[str, str]  # by type of device
     hosts: Hosts | None  # how hosts combine what they have to say; None: by messages from each to each
+    process: int = field(default_factory=os.getpid)
+
+    def check_process(self) -> None:
+        """Raise in a process that was forked from this one."""
+        check_process(self.process)
 
 
 def open_channel(group: dist.ProcessGroup | None, accelerator: torch.device | None) -> Channel:
@@ -89,3 +95,20 @@ def take_tags(channel: Channel) -> int:
     taken = _tags_taken.get(name, 0)
     _tags_taken[name] = taken + channel.world_size
     return TAG + 1 + taken
+
+
+_NAMES = struct.Struct(">QQ")
+
+
+def names_taken(channel: Channel) -> bytes:
+    """How many tags and questions there were in this group so far: alike on all ranks, unless one has failed."""
+    questions = 0 if channel.hosts is None else channel.hosts.questions
+    return _NAMES.pack(_tags_taken.get(channel.group.group_name, 0), questions)
+
+
+def go_on_from(channel: Channel, records: Iterable[bytes]) -> None:
+    """Count on from the highest of what all ranks have taken."""
+    tags, questions = (max(column) for column in zip(*map(_NAMES.unpack, records), strict=True))
+    _tags_taken[channel.group.group_name] = tags
+    if channel.hosts is not None:
+        channel.hosts.questions = questions

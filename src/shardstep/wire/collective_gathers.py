@@ -8,7 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardstep.wire.channel import Channel
+from shardstep.wire.encoding import Scratch, encoding_of
 from shardstep.wire.lane import Lane, Trip
+from shardstep.wire.range_messages import range_message
 from shardstep.wire.tensors import as_bytes
 from shardstep.wire.transport import Memory, Message
 
@@ -21,18 +24,40 @@ class EqualRangeGather:
 
     hops = 0
 
-    def __init__(self, lane: Lane, memory: Memory, group: Any) -> None:
-        self._lane, self._group = lane, group
-        self.whole, self.own = as_bytes(memory.values), as_bytes(memory.own)
+    def __init__(self, lane: Lane, memory: Memory, rank: int, group: Any, scratch: Scratch) -> None:
+        """`scratch` was made for buckets with this one among them."""
+        self._lane, self._memory, self._group = lane, memory, group
+        self._encoding = encoding_of(memory.bucket)
+        travels = memory.values if self._encoding is None else self._encoding.front(memory.values)
+        low, high = memory.bucket.ranges.bounds(rank)
+        self.whole, self._own = as_bytes(travels), travels[low:high]
+        self._scratch = scratch.get(memory.values.device)
         self.trip: Trip | None = None
 
     def expect(self) -> None:
         """A collective is one call on all ranks."""
 
+    def outgoing(self) -> torch.Tensor:
+        """What this rank sends, where it is to be in `whole`. Called inside the trip: all of them share the scratch."""
+        if self._encoding is not None:
+            assert self._scratch is not None, "made for all that is encoded"
+            if self._own.data_ptr() == self._memory.own.data_ptr():  # the first rank's is written over itself
+                self._encoding.encode_front(self._memory.own, self._scratch)
+            else:
+                self._own.copy_(self._memory.own)
+        return as_bytes(self._own)
+
     def send(self) -> None:
-        with self._lane.trip() as self.trip:
+        with self._lane.trip(self.whole) as self.trip:
             if self.whole.numel():
-                _all_gather(self.whole, self.own, group=self._group)
+                _all_gather(self.whole, self.outgoing(), group=self._group)
+                self.decode()
+
+    def decode(self) -> None:
+        """It has arrived, this rank's own range with the others."""
+        if self._encoding is not None:
+            assert self._scratch is not None, "made for all that is encoded"
+            self._encoding.decode_front(self._memory.values, self._scratch)
 
     def pass_on(self, distance: int) -> None:
         """The backend does."""
@@ -43,21 +68,38 @@ class EqualRangeGather:
             self.trip = None
 
 
+BroadcastEach = Callable[[Sequence[tuple[int, torch.Tensor]]], None]
+
+
 class WholeRangeGather:
     """One bucket of which every rank has a range of its own size."""
 
     hops = 0
 
-    def __init__(self, lane: Lane, memory: Memory, gather: Callable[[Memory], None]) -> None:
-        self._lane, self._memory, self._gather = lane, memory, gather
+    def __init__(
+        self, lane: Lane, memory: Memory, channel: Channel, broadcast_each: BroadcastEach, scratch: Scratch
+    ) -> None:
+        self._lane, self._rank, self._broadcast_each = lane, channel.rank, broadcast_each
+        messages = [range_message(memory, rank, scratch) for rank in range(channel.world_size)]
+        self._messages = [(rank, message) for rank, message in enumerate(messages) if message.nbytes]
         self._trip: Trip | None = None
 
     def expect(self) -> None:
         """A collective is one call on all ranks."""
 
     def send(self) -> None:
-        with self._lane.trip() as self._trip:
-            self._gather(self._memory)
+        with self._lane.trip(*(message.landing() for _, message in self._messages)) as self._trip:
+            # Encoded inside, where others are decoded: they share the scratch.
+            values = [
+                (rank, message.outgoing() if rank == self._rank else message.landing())
+                for rank, message in self._messages
+            ]
+            self._broadcast_each(values)
+            for (rank, message), (_, tensor) in zip(self._messages, values, strict=True):
+                if rank == self._rank:
+                    message.sent()
+                else:
+                    message.landed(tensor)
 
     def pass_on(self, distance: int) -> None:
         """The backend does."""
@@ -78,7 +120,7 @@ class MessageGather:
         lane: Lane,
         messages: Sequence[Sequence[Message]],
         rank: int,
-        broadcast_each: Callable[[Sequence[tuple[int, torch.Tensor]]], None],
+        broadcast_each: BroadcastEach,
     ) -> None:
         self._lane, self._rank, self._broadcast_each = lane, rank, broadcast_each
         self._messages = [(source, message) for source, row in enumerate(messages) for message in row if message.nbytes]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,28 @@ MEETING = timedelta(seconds=30)  # for ranks that come at once, to connect
 _FRAME = 128  # bytes of the message that goes in any case
 _SHORT = 48  # records up to this size go in it; of longer ones it says whether they have changed
 _WORDS = 96  # bytes of what a rank says it is doing, when the ranks have gone apart
+
+
+FORKED = (
+    "this process was forked from one that trains, and has no ranks to talk to: it may use the model as it is, and its "
+    "optimizer not at all. Step, save and load in the process that trains; or start processes by spawn"
+)
+
+
+def check_process(own: int) -> None:
+    """Raise if this is not the process `own`, but was forked from it."""
+    if os.getpid() != own:
+        raise RuntimeError(FORKED)
+
+
+class Forked:
+    """In the place of what talked to other ranks, in a forked process: whatever is asked of it raises."""
+
+    def __init__(self, before: Any) -> None:
+        self.__dict__["_before"] = before  # kept: to end its connections would wait for threads that are not here
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(FORKED)
 
 
 class RanksApartError(RuntimeError):
@@ -59,17 +82,28 @@ class Sent:
         return Combined(high.numpy().tobytes(), (~low).numpy().tobytes())
 
 
+@dataclass(eq=False, slots=True)
+class Question:
+    """What the hosts ask each other again and again, under a number that is the same on all ranks.
+
+    Whoever asks holds it: with a plan that is replaced its questions go, and what was kept of their answers.
+    """
+
+    number: int
+    last: tuple[bytes, Combined] | None = None  # of long records: the last one, and what came of it
+
+
 @dataclass(frozen=True, slots=True)
 class _Exchange:
     """All that was open, under way in one message."""
 
-    asked: Sequence[tuple[int, tuple[bytes, str]]]  # by question: the record, and what this rank is doing
+    asked: Sequence[tuple[Question, tuple[bytes, str]]]  # by question: the record, and what this rank is doing
     parts: Sequence[bytes]  # of each question: its record, or whether that has changed
     is_short: Sequence[bool]
     sent: Sent
 
-    def has(self, question: int) -> bool:
-        return any(question == other for other, _ in self.asked)
+    def has(self, question: Question) -> bool:
+        return any(question is other for other, _ in self.asked)
 
 
 class Hosts:
@@ -78,20 +112,20 @@ class Hosts:
     def __init__(self, rank: int, world_size: int, below: Sequence[Any], top: Any | None) -> None:
         self.rank, self.world_size = rank, world_size
         self._below, self._top = below, top
-        self._questions = 0
-        self._open: dict[int, tuple[bytes, str]] = {}  # by question: the record, and what this rank is doing
+        self._process = os.getpid()
+        self.questions = 0  # so far
+        self._open: dict[Question, tuple[bytes, str]] = {}  # by question: the record, and what this rank is doing
         self._under_way: _Exchange | None = None
-        self._answers: dict[int, Combined] = {}
-        self._long: dict[int, tuple[bytes, Combined]] = {}  # of long records: the last one, and what came of it
+        self._answers: dict[Question, Combined] = {}
 
     # -- questions ----------------------------------------------------------------------------------------------------
 
-    def new_question(self) -> int:
+    def new_question(self) -> Question:
         """All ranks make them in the same order, so they count alike."""
-        self._questions += 1
-        return self._questions
+        self.questions += 1
+        return Question(self.questions)
 
-    def ask(self, question: int, record: bytes, doing: str) -> None:
+    def ask(self, question: Question, record: bytes, doing: str) -> None:
         """Records of one question have one length. Asked again before it is answered, the last counts."""
         self.forget(question)
         self._open[question] = (record, doing)
@@ -102,13 +136,13 @@ class Hosts:
         if self._open:
             self._under_way = self._send_open()
 
-    def forget(self, question: int) -> None:
+    def forget(self, question: Question) -> None:
         if self._under_way is not None and self._under_way.has(question):
             self._read()
         self._open.pop(question, None)
         self._answers.pop(question, None)
 
-    def answer(self, question: int) -> Combined:
+    def answer(self, question: Question) -> Combined:
         self._read()
         if question not in self._answers:
             if question not in self._open:
@@ -133,6 +167,7 @@ class Hosts:
         return self.send(record).read()
 
     def send(self, record: bytes) -> Sent:
+        check_process(self._process)
         own = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         values = torch.cat([own, ~own])
         return Sent(values, self._up_and_down(values))
@@ -149,8 +184,8 @@ class Hosts:
     # -- what is open, in one message ---------------------------------------------------------------------------------
 
     def _send_open(self) -> _Exchange:
-        asked, self._open = sorted(self._open.items()), {}
-        shape = repr([(question, len(record)) for question, (record, _) in asked]).encode()
+        asked, self._open = sorted(self._open.items(), key=lambda row: row[0].number), {}
+        shape = repr([(question.number, len(record)) for question, (record, _) in asked]).encode()
         short = [len(record) <= _SHORT for _, (record, _) in asked]
         if 8 + sum(len(record) if flag else 1 for flag, (_, (record, _)) in zip(short, asked, strict=True)) > _FRAME:
             short = [False] * len(asked)  # too many at a time: of each, whether it has changed
@@ -179,15 +214,16 @@ class Hosts:
             if is_short:
                 self._answers[question] = Combined(came.highest[span], came.lowest[span])
             elif came.highest[span] == b"\0":  # as last time on every rank: so is the answer
-                self._answers[question] = self._long[question][1]
+                assert question.last is not None, "this rank said so"
+                self._answers[question] = question.last[1]
             else:
                 changed.append((question, record))
         self._read_long(changed)
 
-    def _news(self, question: int, record: bytes) -> bytes:
-        return bytes([question not in self._long or self._long[question][0] != record])
+    def _news(self, question: Question, record: bytes) -> bytes:
+        return bytes([question.last is None or question.last[0] != record])
 
-    def _read_long(self, changed: Sequence[tuple[int, bytes]]) -> None:
+    def _read_long(self, changed: Sequence[tuple[Question, bytes]]) -> None:
         if not changed:
             return
         came = self.combine(b"".join(record for _, record in changed))
@@ -196,7 +232,7 @@ class Hosts:
             span = slice(place, place + len(record))
             place += len(record)
             self._answers[question] = Combined(came.highest[span], came.lowest[span])
-            self._long[question] = (record, self._answers[question])
+            question.last = (record, self._answers[question])
 
     def _raise_apart(self, doing: Sequence[str]) -> None:
         told = [words for words in doing if words] or ["do something else"]
@@ -250,7 +286,7 @@ def separate_hosts(group: Any, purpose: str) -> Hosts:
     _generations[name] += 1
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     meeting = f"shardstep/{name}/{_generations[name]}"
-    store, timeout = _default_store().clone(), timeout_of(group)
+    store, timeout = default_store().clone(), timeout_of(group)
     store.set_timeout(min(timeout, MEETING))
     below, top = _make_levels(meeting, rank, world_size, min(timeout, MEETING), store)
     for made in (*below, top):
@@ -259,7 +295,8 @@ def separate_hosts(group: Any, purpose: str) -> Hosts:
     return Hosts(rank, world_size, below, top)
 
 
-def _default_store() -> Any:
+def default_store() -> Any:
+    """Return the store by which the program's processes have met."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -276,7 +313,7 @@ def _make_levels(
     while rank in members:
         place = members.index(rank) // FAN * FAN
         nearest = members[place : place + FAN]
-        store = PrefixStore(f"{meeting}/{len(below)}/{nearest[0]}", meeting_store or _default_store())
+        store = PrefixStore(f"{meeting}/{len(below)}/{nearest[0]}", meeting_store or default_store())
         made = dist.ProcessGroupGloo(store, nearest.index(rank), len(nearest), timeout)
         if len(members) <= FAN:
             return below, made

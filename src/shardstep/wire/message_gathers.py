@@ -43,10 +43,12 @@ class DirectGather:
         self.hops = max(channel.world_size - 2, 0)
         self._tag = take_tags(channel)
         self._arriving: list[tuple[Message, torch.Tensor]] = []
+        self._leaving: Sequence[Message] = ()
         self._carried: dict[int, list[tuple[torch.Tensor, Any]]] = {}  # by holder: pieces to pass on, when they come
         self._afloat = Afloat()
 
     def expect(self) -> None:
+        self._channel.check_process()
         if self._afloat.work or self._carried:
             raise RuntimeError(
                 "an earlier step was interrupted half-way, so the ranks may hold different parameters; "
@@ -69,7 +71,8 @@ class DirectGather:
 
     def send(self) -> None:
         own = self._channel.rank
-        for message in self._messages[own]:
+        self._leaving = self._messages[own]
+        for message in self._leaving:
             values = message.outgoing()
             self._afloat.hold(values)
             if self._goes_round(own, message):
@@ -93,7 +96,9 @@ class DirectGather:
         self._afloat.wait()
         for message, values in self._arriving:
             message.landed(values)
-        self._arriving = []
+        for message in self._leaving:
+            message.sent()
+        self._arriving, self._leaving = [], ()
 
     def _goes_round(self, holder: int, message: Message) -> bool:
         return self._in_ring[holder] and message.nbytes >= RING_NBYTES

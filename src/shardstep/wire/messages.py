@@ -14,7 +14,9 @@ import torch.distributed as dist
 from shardstep.planning import Bucket
 from shardstep.wire.afloat import Afloat
 from shardstep.wire.channel import Channel, take_tags, this_host
+from shardstep.wire.encoding import make_scratch
 from shardstep.wire.message_gathers import DirectGather, RingReduction
+from shardstep.wire.range_messages import range_message
 from shardstep.wire.records import open_poll
 from shardstep.wire.tensors import IN_PLACE_NBYTES, as_bytes, broadcast_tensors
 from shardstep.wire.transport import (
@@ -24,7 +26,6 @@ from shardstep.wire.transport import (
     Memory,
     Message,
     Parts,
-    RangeMessage,
     Reduction,
     finish_gathers,
     in_order,
@@ -47,11 +48,9 @@ class Messages:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._check: Check = _nothing_to_check
-        self._one_host = True
-        if channel.world_size > 2:
-            poll = open_poll(channel)
-            poll.ask(this_host())
-            self._one_host = poll.answer().equal
+        poll = open_poll(channel)
+        poll.ask(this_host())
+        self._one_host = poll.answer().equal
 
     @property
     def part_nbytes(self) -> float:
@@ -80,13 +79,8 @@ class Messages:
     def finish(self, gathers: Sequence[Gather]) -> None:
         finish_gathers(gathers)
 
-    def reductions(
-        self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None
-    ) -> Sequence[Reduction]:
-        return [
-            DirectReduction(self._channel, number, shard_of, wire_dtype, self._before_wait)
-            for number in range(len(memory))
-        ]
+    def reductions(self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor]) -> Sequence[Reduction]:
+        return [DirectReduction(self._channel, number, shard_of, self._before_wait) for number in range(len(memory))]
 
     def add_up(self, values: torch.Tensor, *, highest: bool = False) -> torch.Tensor:
         self._check()
@@ -109,7 +103,8 @@ class Messages:
 
     def range_gathers(self, memory: Sequence[Memory], *, ring: bool) -> Sequence[Gather]:
         ranks = range(self._channel.world_size)
-        rows = [[[RangeMessage(bucket.range_of(rank))] for rank in ranks] for bucket in memory]
+        scratch = make_scratch(memory)
+        rows = [[[range_message(bucket, rank, scratch)] for rank in ranks] for bucket in memory]
         return self._gathers(rows, ring=ring)
 
     def message_gathers(self, buckets: Sequence[tuple[torch.device, Sequence[Sequence[Message]]]]) -> Sequence[Gather]:
@@ -123,6 +118,7 @@ class Messages:
             for rank, row in enumerate(rows):
                 load[rank] += sum(message.nbytes for message in row)
         overloaded = [share * (len(load) - 1) > sum(load) for share in load]
+        ring = ring and self._channel.world_size > 2  # of two ranks the next one is the only one
         in_ring = [ring and (heavy or not self._one_host) for heavy in overloaded]
         return [DirectGather(self._channel, rows, in_ring, self._before_wait) for rows in buckets]
 
@@ -147,11 +143,10 @@ class DirectReduction:
         channel: Channel,
         bucket: int,
         shard_of: Callable[[int], torch.Tensor],
-        wire_dtype: torch.dtype | None,
         check: Check,
     ) -> None:
         self._channel, self._bucket, self._shard_of = channel, bucket, shard_of
-        self._wire_dtype, self._check = wire_dtype, check
+        self._check = check
         self.tag = take_tags(channel)
         self._afloat = Afloat()
         self._arrivals: list[Parts] = []
@@ -159,8 +154,6 @@ class DirectReduction:
         self._into: tuple[torch.Tensor, bool] | None = None  # where the mean goes, and whether it is added
 
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
-        if self._wire_dtype is not None:
-            parts = [[_narrow(part, self._wire_dtype) for part in row] for row in parts]
         shard = earlier
         if shard is None:
             shard = self._shard_of(self._bucket)
@@ -210,11 +203,6 @@ def _zero_between(shard: torch.Tensor, places: Sequence[slice]) -> None:
 def _first_other(own: int) -> int:
     """The first rank that is not this one."""
     return 0 if own else 1
-
-
-def _narrow(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """For the wire. Complex numbers go as they are: a cast would drop half of them."""
-    return part if part.is_complex() else part.to(dtype)
 
 
 def _landing(dtype: torch.dtype, places: Sequence[slice], memory: torch.Tensor | None) -> list[torch.Tensor]:

@@ -106,6 +106,7 @@ class DirectPoll:
 
     def ask(self, record: bytes, *, soon: bool = False) -> None:
         del soon  # it goes at once
+        self._channel.check_process()
         if self.is_open:
             self.answer()
         self.is_open = True

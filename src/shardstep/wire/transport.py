@@ -52,6 +52,9 @@ class Message(Protocol):
     def landed(self, values: torch.Tensor) -> None:
         """The values have arrived in what `landing` returned."""
 
+    def sent(self) -> None:
+        """What `outgoing` returned has been sent; until then nobody reads the values on this rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class BucketSizes:
@@ -87,6 +90,7 @@ class Reduction(Protocol):
 
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
         """`parts[r]` are for rank r, or `parts[0]` for all (`packs_by_rank`); they must not change before `land`.
+        Their dtype is that in which they are sent.
 
         `places` are those of this rank's own parts in its range. Returns this rank's range of the mean, which is there
         after `land`; what is in `earlier` is added to it, and it is that memory.
@@ -131,9 +135,7 @@ class Transport(Protocol):
     def packs_by_rank(self, bucket: Bucket) -> bool:
         """Whether gradients are packed for each rank by itself, or the whole bucket at once."""
 
-    def reductions(
-        self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor], wire_dtype: torch.dtype | None
-    ) -> Sequence[Reduction]:
+    def reductions(self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor]) -> Sequence[Reduction]:
         """One for each bucket. `shard_of(b)` is memory for this rank's range of the mean."""
 
     def add_up(self, values: torch.Tensor, *, highest: bool = False) -> torch.Tensor:
@@ -183,28 +185,6 @@ def finish_gathers(gathers: Sequence[Gather]) -> None:
         gather.finish()
 
 
-class RangeMessage:
-    """One rank's range of a bucket, sent and received where it lies; a `Message`."""
-
-    needs_memory = False
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self._values = values
-        self.nbytes = values.nbytes
-
-    def prepare(self) -> None:
-        """Nothing can go wrong here."""
-
-    def outgoing(self) -> torch.Tensor:
-        return self._values
-
-    def landing(self) -> torch.Tensor:
-        return self._values
-
-    def landed(self, values: torch.Tensor) -> None:
-        """The parameters are views of it."""
-
-
 def send_each(gathers: Sequence[Gather]) -> None:
     for gather in gathers:
         gather.send()
@@ -212,7 +192,7 @@ def send_each(gathers: Sequence[Gather]) -> None:
 
 LEAST_MB, USUAL_MB, MOST_MB = 8.0, 64.0, 128.0
 FEW, MANY = 3.4, 48  # buckets of usual size: of a small model, so that few calls are made late; and of a large one
-FEW_AWAITED = 15  # of a small model, if a forward waits for each of them
+FEW_AWAITED = 7  # of a small model, if a forward waits for each of them
 END = 0.25  # of the usual size
 
 

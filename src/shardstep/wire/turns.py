@@ -15,6 +15,7 @@ from enum import IntEnum
 
 from shardstep.wire.channel import Channel
 from shardstep.wire.hosts import RanksApartError, describe_apart
+from shardstep.wire.idle import IdleCheck
 from shardstep.wire.records import Answer, open_poll
 
 
@@ -61,9 +62,11 @@ class Turns:
 
     def __init__(self, channel: Channel) -> None:
         self._poll = open_poll(channel, _in_words)
+        self.idle = IdleCheck(channel)
         self._alone = channel.world_size == 1
         self._prepared: Turn | None = None
         self._difference = ""
+        self.syncs = True  # whether backward passes are reduced: not inside no_sync()
         self.apart = False  # ranks have turned to different things: what is under way will never be complete
         self.dropped = False  # gradients were dropped here since the last step, and no pass came after that
         self.premise = _PREMISE
