@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from report import Grid, Target
 
 from shardstep.planning import Layout, ParamSpec, Plan, make_plan
+from shardstep.planning.balance import MOST_TRAFFIC, least_possible
 from shardstep.planning.cost import muon_cost
-from shardstep.planning.dealing import MOST_TRAFFIC, least_possible
 
 MOST = 1.15  # cost of the costliest rank over the mean, where whole matrices allow it
 BUCKET_NUMEL = 16_000_000  # 64 MB of float32, as with NCCL

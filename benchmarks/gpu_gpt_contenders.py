@@ -162,7 +162,7 @@ class Sharded(Trainee):
         self.optimizer.synchronize()
 
 
-class Alone(Trainee):
+class SingleRank(Trainee):
     """No exchange at all: what all ranks compute, side by side on one GPU."""
 
     def prepare(self) -> None:
@@ -224,7 +224,7 @@ CONTENDERS: dict[str, Make] = {
     WIRE_SUMS_OVERLAP: partial(Sharded, wire="bf16", reduce_dtype=FP32, gather="overlap"),
     BF16_WAIT: partial(Sharded, dtype=BF16),
     BF16_OVERLAP: partial(Sharded, dtype=BF16, gather="overlap"),
-    ALONE: Alone,
+    ALONE: SingleRank,
     WIRE_FP32: partial(Wire, dtype=FP32),
     WIRE_BF16: partial(Wire, dtype=BF16),
 }

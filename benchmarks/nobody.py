@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardstep.wire import hosts
+from shardstep.comm import hosts
 
 NAME = "nobody"
 
@@ -60,5 +60,5 @@ def join_nobody(ranks: int) -> None:
     below = []
     while ranks > hosts.FAN ** (len(below) + 1):
         below.append(Nobody(0, hosts.FAN))
-    everyone = hosts.Hosts(0, ranks, below, Nobody(0, -(-ranks // hosts.FAN ** len(below))))
+    everyone = hosts.HostGroups(0, ranks, below, Nobody(0, -(-ranks // hosts.FAN ** len(below))))
     hosts._known[NAME] = (dist.group.WORLD, everyone)

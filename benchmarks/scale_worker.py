@@ -25,8 +25,8 @@ from nobody import join_nobody, sent
 from torch import Tensor
 
 import shardstep
+from shardstep.comm.host_groups import HostGroups
 from shardstep.planning import Layout, ParamSpec, make_plan
-from shardstep.wire.hosts import Hosts
 
 sgd_module = import_module("torch.optim.sgd")  # torch.optim hides it
 PARAMS_PER_BUCKET = 4
@@ -208,15 +208,15 @@ def profiled(action: Callable[[], object]) -> dict[str, int]:
 def count_sent(model: Listed, optimizer: Any, gradients: list[Tensor]) -> dict[str, Any]:
     """Collectives of one iteration, and the bytes of records: the highest and the lowest of each, so twice as long."""
     nbytes = 0
-    send = Hosts.send
+    send = HostGroups.send
 
-    def counting(hosts: Hosts, record: bytes) -> Any:
+    def counting(hosts: HostGroups, record: bytes) -> Any:
         nonlocal nbytes
         nbytes += 2 * len(record)
         return send(hosts, record)
 
     sent.clear()
-    with mock.patch.object(Hosts, "send", counting):
+    with mock.patch.object(HostGroups, "send", counting):
         iterate(model, optimizer, gradients)
     return {"sent": dict(sorted(sent.items())), "record_nbytes": nbytes}
 

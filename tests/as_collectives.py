@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 
 from shardstep import sharded_optimizer
+from shardstep.comm.channel import Channel, open_channel
 from shardstep.drop_in import optimizer as drop_in
-from shardstep.wire.channel import Channel, open_channel
 
 
 def open_for_collectives(group: Any, accelerator: torch.device | None) -> Channel:

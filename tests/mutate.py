@@ -2,7 +2,7 @@
 
     python tests/mutate.py                 twenty faults in what sends, sums, steps and agrees: half an hour
     python tests/mutate.py --count 100 --seed 3
-    python tests/mutate.py --files src/shardstep/wire/hosts.py
+    python tests/mutate.py --files src/shardstep/comm/host_groups.py
 
 Outside continuous integration: every fault costs a run of the tests, or half a minute of waiting where it makes ranks
 hang. A fault that survives is either harmless (say why) or wants a test. Exit status: 1 if one survived.
@@ -25,10 +25,10 @@ ROOT = Path(__file__).parents[1]
 FILES = [
     f"src/shardstep/{name}.py"
     for name in (
-        "engine", "planned", "wire/collectives", "wire/collective_gathers", "wire/messages", "wire/message_gathers",
-        "wire/hosts", "wire/records", "wire/agreement", "wire/turns", "gradients/passes", "gradients/packing",
-        "gradients/sharded",
-        "stepping/share", "stepping/parts", "memory/flat", "memory/arrival",
+        "engine/step", "engine/planned", "comm/nccl", "comm/nccl_gathers", "comm/gloo", "comm/gloo_gathers",
+        "comm/host_groups", "comm/control", "comm/agreement", "comm/call_order", "gradients/passes",
+        "gradients/packing", "gradients/sharded",
+        "stepping/local_step", "stepping/parted_optimizer", "params/flat", "params/weight_arrival",
     )
 ]  # fmt: skip
 # Fast ones that reach all of it; the whole suite would take a quarter of an hour for each.

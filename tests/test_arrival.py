@@ -20,7 +20,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import batch, loss_of
 from shardstep import ShardConfig
-from shardstep.memory import arrival
+from shardstep.params import arrival
 from training import assert_ranks_equal
 
 TINY_BUCKETS = 0.0002  # MB: about a bucket for every parameter

@@ -21,7 +21,7 @@ from checkpointing import KINDS, train
 from shardstep.checkpoint import folder as folders
 from shardstep.checkpoint.background import stage
 from shardstep.checkpoint.storage import write_parts
-from shardstep.wire.hosts import separate_hosts
+from shardstep.comm.host_groups import separate_hosts
 from training import raised
 
 pytestmark = pytest.mark.slow  # make test-slow

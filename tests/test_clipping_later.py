@@ -19,7 +19,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch
 from shardstep import ShardConfig
-from shardstep.stepping.share import LocalShare
+from shardstep.stepping.local_step import LocalStep
 from training import assert_ranks_equal
 
 Opt = shardstep.ShardedOptimizer
@@ -29,9 +29,9 @@ LOW = 0.01  # far below the gradients' norm
 @contextmanager
 def by_the_step() -> Iterator[list[bool]]:
     """Inside, a step multiplies by the factor that it is given; yields whether each was given one."""
-    step, given = LocalShare.step, []
+    step, given = LocalStep.step, []
 
-    def multiplying(self: LocalShare, group: int, of: Any, scaling: Any = None, factor: Any = None) -> None:
+    def multiplying(self: LocalStep, group: int, of: Any, scaling: Any = None, factor: Any = None) -> None:
         given.append(factor is not None)
 
         def multiplied(bucket: int, run: Any) -> Any:
@@ -40,7 +40,7 @@ def by_the_step() -> Iterator[list[bool]]:
 
         step(self, group, multiplied, scaling)
 
-    with mock.patch.object(LocalShare, "step", multiplying), mock.patch.object(LocalShare, "takes_factor", True):
+    with mock.patch.object(LocalStep, "step", multiplying), mock.patch.object(LocalStep, "takes_factor", True):
         yield given
 
 

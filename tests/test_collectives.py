@@ -26,10 +26,10 @@ from fast_lane_training import (
     loss_of,
 )
 from shardstep import Layout, ShardConfig, ZeroRedundancyOptimizer
-from shardstep.wire import hosts
-from shardstep.wire.collectives import Collectives
-from shardstep.wire.hosts import hosts_of
-from shardstep.wire.records import open_poll
+from shardstep.comm import hosts
+from shardstep.comm.control import open_poll
+from shardstep.comm.host_groups import hosts_of
+from shardstep.comm.nccl import Collectives
 from test_turns import goes_apart, steps
 from training import assert_ranks_equal, raised
 

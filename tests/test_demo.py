@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardstep.amounts import format_nbytes
 from shardstep.cli.demo.corpus import draw_batches, load_corpus
 from shardstep.cli.demo.exchange import Exchange, Tick
 from shardstep.cli.demo.gpt import GPT, GPTConfig, next_token_loss
@@ -25,6 +24,7 @@ from shardstep.cli.demo.report import make_table, summarise
 from shardstep.cli.demo.result import RankMemory, Result, Run
 from shardstep.cli.demo.settings import OPTIMIZERS, Settings
 from shardstep.cli.demo.worker import difference, read_loopback_counter
+from shardstep.format import format_nbytes
 
 TINY = GPTConfig(vocab=11, block=8, layers=2, heads=2, width=16)
 

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW
 
 import shardstep
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.wire import tensors
+from shardstep.comm import tensors
 from shardstep.zero_redundancy_optimizer import _broadcast_object, _recursive_copy_to_device
 from training import (
     SHAPES,

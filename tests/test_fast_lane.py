@@ -94,7 +94,7 @@ def test_the_layout_is_the_finest_that_the_optimizer_tolerates(workers):
 
 
 def probes_without_a_trace() -> None:
-    from shardstep.stepping.probe import probe
+    from shardstep.optimizers.layout_trial import probe
 
     before = torch.get_rng_state()
     learning_rate = torch.tensor(0.1)

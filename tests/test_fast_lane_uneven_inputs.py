@@ -18,7 +18,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, Normed, batch, loss_of
 from shardstep import Layout, ShardConfig
-from shardstep.wire import messages
+from shardstep.comm import messages
 from training import assert_ranks_equal, raised
 
 CONFIGS = {

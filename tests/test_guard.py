@@ -19,8 +19,8 @@ from torch.nn.utils import clip_grad
 import shardstep
 from fast_lane_training import Net, batch, loss_of
 from shardstep import ShardConfig
+from shardstep.comm.agreement import Claim, Facts
 from shardstep.gradients.guard import gradient_of
-from shardstep.wire.agreement import Claim, Facts
 from training import raised
 
 

@@ -1,4 +1,5 @@
-"""Imports point down: planning < wire < memory < gradients, stepping < state < engine < surfaces, integrations, cli.
+"""Imports point down: planning < comm < params < gradients, optimizers < stepping < state < engine < surfaces <
+checkpoint, convert, integrations, cli.
 
 Read from the source; nothing is imported."""
 
@@ -10,11 +11,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
-ORDER = ["amounts", "planning", "wire", "memory", "gradients", "stepping", "state", "arguments", "config", "owners",
-         "report", "make_share", "step_in_backward", "planned", "engine", "gradient_calls", "gradient_surface",
-         "state_surface", "uneven_inputs", "sharded_optimizer",
-         "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook", "checkpoint", "convert",
-         "integrations", "cli", "__main__"]  # fmt: skip
+ORDER = ["format", "planning", "comm", "params", "gradients", "optimizers", "stepping", "state", "config", "engine",
+         "gradient_surface", "state_surface", "optimizer", "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook",
+         "checkpoint", "convert", "integrations", "cli", "__main__"]  # fmt: skip
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 
@@ -66,21 +65,26 @@ MESSAGES = {"broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "
             "all_gather_object", "gather_object"}  # fmt: skip
 
 
-def test_only_the_wire_sends_messages():
+def test_only_comm_sends_messages():
     library = [path for path in FILES if path.relative_to(SOURCE).parts[0] != "cli"]
     senders = {path.relative_to(SOURCE).parts[0] for path in library if names_called(path) & MESSAGES}
-    assert senders == {"wire"}
+    assert senders == {"comm"}
 
 
-def test_nothing_above_the_wire_asks_which_backend_it_has():
+def test_nothing_above_comm_asks_which_backend_it_has():
     for path in FILES:
-        if path.relative_to(SOURCE).parts[0] not in ("wire", "cli"):
+        if path.relative_to(SOURCE).parts[0] not in ("comm", "cli"):
             text = path.read_text().replace("torch._dynamo.backends", "")  # the compiler's
             assert not any(word in text for word in ("backends", '"gloo"', '"nccl"', "takes_many_messages")), path
 
 
 def test_gradients_and_stepping_do_not_know_each_other():
-    for one, other in (("gradients", "stepping"), ("stepping", "gradients")):
+    for one, other in (
+        ("gradients", "stepping"),
+        ("stepping", "gradients"),
+        ("gradients", "optimizers"),
+        ("optimizers", "gradients"),
+    ):
         for path in (SOURCE / one).glob("*.py"):
             assert not any(layer_of(module) == other for module in imports_of(path) if "shardstep." in module), path
 
@@ -116,7 +120,7 @@ def test_formats_of_others_are_known_to_convert_alone():
 
 
 def test_a_format_is_recognised_without_torch():
-    for name in ("recognise.py", "__init__.py"):
+    for name in ("detect.py", "__init__.py"):
         assert not {module for module in imports_of(SOURCE / "convert" / name) if module.split(".")[0] == "torch"}
 
 

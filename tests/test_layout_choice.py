@@ -324,7 +324,7 @@ def test_a_group_whose_options_couple_parameters_is_refused_when_it_is_added(wor
 
 
 def test_a_trial_leaves_no_trace():
-    from shardstep.stepping.probe import probe
+    from shardstep.optimizers.layout_trial import probe
 
     torch.manual_seed(1)
     random.seed(1)

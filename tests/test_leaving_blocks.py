@@ -107,7 +107,7 @@ def fails_inside_join() -> None:
     for step in range(2, 4):
         iterate(model, opt, step)
     opt.report()
-    assert opt._engine.turns.notify is None
+    assert opt._engine.call_order.notify is None
     assert time.monotonic() - began < 5
     with Join([opt]):  # and again
         for step in range(4, 5 + dist.get_rank()):

@@ -41,7 +41,7 @@ from given_matrices import (
     train,
 )
 from shardstep import Layout, ShardConfig
-from shardstep.wire import collective_gathers, collectives
+from shardstep.comm import collective_gathers, collectives
 from training import assert_ranks_equal, raised
 
 # -- options -----------------------------------------------------------------------------------------------------------

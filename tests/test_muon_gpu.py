@@ -28,7 +28,7 @@ from given_matrices import (
 )
 from shardstep import ShardConfig
 from shardstep.stepping.batched_muon import BatchedMuon
-from shardstep.stepping.by_kernel import ByKernel
+from shardstep.stepping.kernel_stepper import ByKernel
 from shardstep.stepping.scaling import Scaling
 from test_kernel_gpu import no_waiting
 from training import assert_ranks_equal

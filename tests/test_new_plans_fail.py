@@ -19,8 +19,8 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, batch, loss_of
 from shardstep import ShardConfig
-from shardstep.planned import Planned, trainable_of
-from shardstep.stepping.share import LocalShare
+from shardstep.engine.planned import Planned, trainable_of
+from shardstep.stepping.local_step import LocalStep
 from test_new_plans_refused import WAYS, Biased, everything, is_same
 from training import assert_ranks_equal, raised
 
@@ -89,7 +89,7 @@ class Faults:
         changes = False
         while frame is not None and frame.f_code.co_name != "run":
             names.append(frame.f_code.co_name)
-            changes |= frame.f_code is LocalShare.switch.__code__
+            changes |= frame.f_code is LocalStep.switch.__code__
             frame = frame.f_back
         if self.closing:
             return not {"agree", "lose"} & set(names)

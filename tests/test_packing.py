@@ -18,10 +18,10 @@ import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp, batch, loss_of
 from new_memory import NewMemory
 from shardstep import Layout, ShardConfig
+from shardstep.comm import messages
 from shardstep.gradients.packing import GradientPacking
-from shardstep.memory.flat import FlatMemory
+from shardstep.params.flat import FlatMemory
 from shardstep.planning import make_plan, read_specs
-from shardstep.wire import messages
 
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=4).map(tuple), min_size=1, max_size=8)
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.comm import message_gathers
+from shardstep.comm.gloo_gathers import ChainedReduction
 from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_to_holders
-from shardstep.wire import message_gathers
-from shardstep.wire.message_gathers import ChainedReduction
 from test_overlap import batches, delays, model_for, parity, unused_parameters, wrapped
 
 HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]

@@ -20,13 +20,13 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch
 from shardstep import Layout, ShardConfig
+from shardstep.comm import idle, messages
+from shardstep.comm.comm_timing import Clock, Covered, Tally
+from shardstep.engine.report import Group, Holding, Report, Times
 from shardstep.gradients.passes import GradientPass
 from shardstep.planning import EqualRanges, ParamSpec, make_plan
-from shardstep.report import Group, Holding, Report, Times
 from shardstep.stepping.average import AVERAGE
 from shardstep.stepping.masters import MASTER
-from shardstep.wire import idle, messages
-from shardstep.wire.watch import Clock, Covered, Tally
 from test_several import Blocks, both_groups
 from training import all_same, assert_ranks_equal, raised
 

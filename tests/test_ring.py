@@ -14,11 +14,11 @@ from torch import nn, optim
 import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
+from shardstep.comm import message_gathers, messages
+from shardstep.comm.channel import open_channel
+from shardstep.comm.gloo import GlooMessages
+from shardstep.comm.gloo_gathers import DirectGather
 from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved
-from shardstep.wire import message_gathers, messages
-from shardstep.wire.channel import open_channel
-from shardstep.wire.message_gathers import DirectGather
-from shardstep.wire.messages import Messages
 from test_conformance import twenty_steps
 from test_overlap import delays, parity
 from training import assert_ranks_equal, assert_same, make_params, set_gradients, twins
@@ -111,7 +111,7 @@ def overloaded_on_one_host() -> tuple[bool, int]:
     plain.step()
     assert_same(ours, theirs)
     assert_ranks_equal(ours)
-    return Messages(zero._channel)._one_host, sent
+    return GlooMessages(zero._channel)._one_host, sent
 
 
 def test_nobody_sends_more_than_all_parameters_once(workers):
@@ -121,9 +121,9 @@ def test_nobody_sends_more_than_all_parameters_once(workers):
 
 
 def hosts_seen() -> tuple[bool, bool]:
-    same = Messages(open_channel(None, None))._one_host
+    same = GlooMessages(open_channel(None, None))._one_host
     with mock.patch.object(messages, "this_host", return_value=bytes([dist.get_rank() // 2]) * 16):
-        return same, Messages(open_channel(None, None))._one_host
+        return same, GlooMessages(open_channel(None, None))._one_host
 
 
 def test_ranks_know_whether_they_share_a_host(workers):

@@ -34,7 +34,7 @@ class Many(nn.Module):
         return torch.stack([(part * x).square().mean() for part in list(self.parts)[without:]]).sum()
 
 
-class Twin:
+class OptimizerCopy:
     """The same model twice: under DDP with the plain optimizer, and sharded."""
 
     def __init__(self, optimizer_class: type[optim.Optimizer] = optim.AdamW, groups: int = 1, **options: Any) -> None:
@@ -70,7 +70,7 @@ class Twin:
 
 
 def joined(optimizer_class: type[optim.Optimizer], groups: int, options: dict[str, Any]) -> int:
-    twin = Twin(optimizer_class, groups, **options)
+    twin = OptimizerCopy(optimizer_class, groups, **options)
     twin.train(4)
     twin.assert_equal()
     return twin.tensors
@@ -93,7 +93,7 @@ def test_fused_kernels_round_by_position_and_keep_every_parameter(workers):
 
 def left_out() -> tuple[int, int, int]:
     """Parameters without a gradient: nothing moves them, and their counters stand still."""
-    twin = Twin()
+    twin = OptimizerCopy()
     twin.train(2)
     before = twin.tensors
     twin.train(1, without=70)
@@ -118,7 +118,7 @@ def test_parameters_left_out_of_a_step_count_for_themselves(workers):
 
 
 def none_at_all() -> int:
-    twin = Twin()
+    twin = OptimizerCopy()
     twin.train(1)
     twin.opt.step()  # no gradient anywhere: nothing to do, and no reason to take anything apart
     twin.train(1)
@@ -131,11 +131,11 @@ def test_a_step_without_gradients_changes_nothing(workers):
 
 
 def saved_and_loaded(without: int) -> tuple[int, int]:
-    first = Twin()
+    first = OptimizerCopy()
     first.train(2)
     first.train(1, without)
     saved = copy.deepcopy(first.opt.state_dict())
-    second = Twin()
+    second = OptimizerCopy()
     second.model.load_state_dict(first.model.state_dict())
     second.ddp.load_state_dict(first.ddp.state_dict())
     second.plain.load_state_dict(copy.deepcopy(first.plain.state_dict()))
@@ -160,7 +160,7 @@ def test_a_state_that_does_not_is_joined_where_it_does(workers):
 
 
 def frozen_and_back() -> None:
-    twin = Twin()
+    twin = OptimizerCopy()
     twin.train(2)
     for place in (10, 11, 50):
         for model in (twin.model, twin.ddp.module):

@@ -14,7 +14,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import assert_trains_like_ddp, batch, loss_of
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.memory.sharing import overlaps_itself, places_of, sharing
+from shardstep.params.shared_memory import overlaps_itself, places_of, sharing
 from training import assert_ranks_equal, raised
 
 

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from shardstep.stepping.known import ELEMENTWISE
-from shardstep.stepping.local_optimizer import qualified_name
+from shardstep.optimizers.layout_policy import ELEMENTWISE
+from shardstep.optimizers.local_optimizer import qualified_name
 from third_party import PACKAGES, TABLE, Row, classes_of, jobs, render, tolerance, try_package
 
 _absent = [package for package in PACKAGES if importlib.util.find_spec(package.partition(".")[0]) is None]

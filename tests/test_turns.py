@@ -17,9 +17,9 @@ import shardstep
 from as_collectives import open_for_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch, loss_of
 from shardstep import ShardConfig
-from shardstep.wire import messages
-from shardstep.wire.hosts import Combined
-from shardstep.wire.records import open_poll
+from shardstep.comm import messages
+from shardstep.comm.control import open_poll
+from shardstep.comm.host_groups import Combined
 from training import raised
 
 

@@ -19,9 +19,9 @@ from as_collectives import by_collectives
 from fast_lane_training import Net, batch, loss_of
 from new_memory import NewMemory
 from shardstep import Layout, ShardConfig
-from shardstep.wire import collective_gathers
-from shardstep.wire import collectives as by_all
-from shardstep.wire.encoding import SCRATCH_NUMEL, Encoding
+from shardstep.comm import collective_gathers
+from shardstep.comm import collectives as by_all
+from shardstep.comm.encoding import SCRATCH_NUMEL, Encoding
 from training import assert_ranks_equal, raised
 from wire_by_hand import ADAMW, SMALL, ByHand, assert_like
 

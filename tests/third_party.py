@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 import shardstep
 from shardstep import Layout, ShardConfig, ZeroRedundancyOptimizer
-from shardstep.stepping.known import qualified_name
+from shardstep.optimizers.layout_policy import qualified_name
 from worker_pool import WorkerPool
 
 TABLE = Path(__file__).parent.parent / "docs" / "optimizers.md"

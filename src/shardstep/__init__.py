@@ -7,8 +7,8 @@ if TYPE_CHECKING:
     from shardstep.checkpoint.loading import load
     from shardstep.checkpoint.saving import save
     from shardstep.config import ShardConfig
+    from shardstep.optimizer import ShardedOptimizer, shard
     from shardstep.planning import Layout
-    from shardstep.sharded_optimizer import ShardedOptimizer, shard
     from shardstep.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
 __version__ = "0.1.0"
@@ -18,11 +18,11 @@ __all__ = ["Layout", "ShardConfig", "ShardedOptimizer", "ZeroRedundancyOptimizer
 _HOME = {
     "Layout": "shardstep.planning",
     "ShardConfig": "shardstep.config",
-    "ShardedOptimizer": "shardstep.sharded_optimizer",
+    "ShardedOptimizer": "shardstep.optimizer",
     "ZeroRedundancyOptimizer": "shardstep.zero_redundancy_optimizer",
     "load": "shardstep.checkpoint.loading",
     "save": "shardstep.checkpoint.saving",
-    "shard": "shardstep.sharded_optimizer",
+    "shard": "shardstep.optimizer",
 }
 
 

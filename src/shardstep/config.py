@@ -28,7 +28,7 @@ class ShardConfig:
         bucket_mb: what travels together. Smaller overlaps better with backward, larger has fewer messages. None: with
             Gloo 25, and 8 between hosts, where links are slow and the first bytes should go early; with NCCL 64, of a
             small model a third of it (with gather="overlap" a seventh), of a large one a forty-eighth, up to 128
-            (wire/collectives.py says why).
+            (comm/nccl.py says why).
         gradients: "shard" leaves each rank its part, and `param.grad` raises. "keep" leaves the whole mean in
             `param.grad`, as DDP does, for programs that read it; that is half as many bytes again on the wire.
         gather: "wait" returns from `step` with finished weights; "overlap" lets them arrive during the next forward,

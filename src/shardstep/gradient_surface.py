@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardstep.comm.call_order import Call
 from shardstep.config import ShardConfig
-from shardstep.engine import Engine
-from shardstep.gradient_calls import clamp, clip, norms, unscale_all
-from shardstep.gradients.scaling import Unscaled
-from shardstep.planned import params_of
-from shardstep.wire.turns import Turn
+from shardstep.engine.gradient_calls import clamp, clip, norms, unscale_all
+from shardstep.engine.planned import params_of
+from shardstep.engine.step import Engine
+from shardstep.gradients.grad_scaler import Unscaled
 
 
 class GradientSurface:
@@ -49,16 +49,16 @@ class GradientSurface:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, backward passes send nothing; their gradients add up in `param.grad` until one outside."""
-        turns = self._engine.turns  # as long as the optimizer lives: a new plan may be made inside
-        before, turns.syncs = turns.syncs, False
+        call_order = self._engine.call_order  # as long as the optimizer lives: a new plan may be made inside
+        before, call_order.syncs = call_order.syncs, False
         try:
             yield
         finally:
-            turns.syncs = before
+            call_order.syncs = before
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
         """The norm of the mean gradient of every parameter, by name; the same on every rank. The host waits for it."""
-        self._engine.take_turn(Turn.NORMS, self.param_groups, told={"norm_type": norm_type})
+        self._engine.announce_call(Call.NORMS, self.param_groups, told={"norm_type": norm_type})
         return norms(self._engine, self.param_groups, norm_type)
 
     def clip_grad_norm_(
@@ -70,19 +70,19 @@ class GradientSurface:
         """
         told = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
         waits = not self._engine.keeps_gradients
-        self._engine.take_turn(Turn.CLIP_NORM, self.param_groups, waits=waits, told=told)
+        self._engine.announce_call(Call.CLIP_NORM, self.param_groups, waits=waits, told=told)
         return clip(self._engine, self.param_groups, max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
         told = {"clip_value": clip_value}
-        self._engine.take_turn(Turn.CLIP_VALUE, self.param_groups, waits=False, told=told)
+        self._engine.announce_call(Call.CLIP_VALUE, self.param_groups, waits=False, told=told)
         clamp(self._engine, self.param_groups, clip_value)
 
     def gradient_to_unscale(self, param: torch.Tensor, call: Mapping[str, Any]) -> torch.Tensor | None:
         """What torch's `GradScaler` is to find in `param.grad`; `call` are the variables of its function."""
         if self._unscaled.call is not call["found_inf"]:
-            self._engine.take_turn(Turn.UNSCALE, self.param_groups)
+            self._engine.announce_call(Call.UNSCALE, self.param_groups)
             verdict = unscale_all(self._engine, self.param_groups, call["inv_scale"], call["allow_fp16"])
             self._unscaled = Unscaled(call["found_inf"], verdict)
         return self._unscaled.of(param)

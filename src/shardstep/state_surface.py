@@ -10,18 +10,18 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
 
-from shardstep.engine import Engine
-from shardstep.planned import params_of
+from shardstep.comm.agreement import Claim, Facts, agree
+from shardstep.comm.channel import Channel
+from shardstep.engine.planned import params_of
+from shardstep.engine.step import Engine
+from shardstep.optimizers.local_optimizer import apart, build, load_options, without_params
+from shardstep.optimizers.optimizer_copy import beside_state, run_post_hooks, run_pre_hooks
 from shardstep.planning import Layout, Piece
 from shardstep.state.consolidation import consolidate
-from shardstep.state.parts import PartOfState, assemble, joined, parts_by_place
 from shardstep.state.reading import read_saved
+from shardstep.state.sharded_state import PartOfState, assemble, joined, parts_by_place
 from shardstep.state.state_dict import ShownState, pack_groups, shown_state
-from shardstep.stepping.entries import Entry
-from shardstep.stepping.local_optimizer import apart, build, load_options, without_params
-from shardstep.stepping.twin import beside_state, run_post_hooks, run_pre_hooks
-from shardstep.wire.agreement import Claim, Facts, agree
-from shardstep.wire.channel import Channel
+from shardstep.stepping.element_state import Entry
 
 
 class StateSurface(Optimizer):

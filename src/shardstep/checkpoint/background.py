@@ -1,7 +1,7 @@
 """Saving beside training: what is saved is copied, and a thread writes it.
 
-The thread has a channel of its own to those of the other ranks (wire/hosts.py): the program's groups are in use. It is
-no daemon: a program that ends waits for it.
+The thread has connections of its own to those of the other ranks (comm/host_groups.py), because the program uses its
+groups meanwhile. It is no daemon thread: a program that ends waits for it.
 
 [Note: saves of several groups] What became of a save is agreed on by the ranks that made it, so it is said at the next
 call of the same group: the ranks of another may be elsewhere. A call of another group only waits until it is written.
@@ -20,7 +20,7 @@ import torch
 
 from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.storage import Part
-from shardstep.wire.hosts import Hosts, separate_hosts
+from shardstep.comm.host_groups import HostGroups, separate_hosts
 
 logger = logging.getLogger("shardstep")
 _ALIGNMENT = 64
@@ -35,7 +35,7 @@ class _FailedElsewhereError(Exception):
 class Saving:
     """A checkpoint that is being written. Made on all ranks."""
 
-    def __init__(self, ranks: Ranks, write: Callable[[Verdict], None], hosts: Hosts | None) -> None:
+    def __init__(self, ranks: Ranks, write: Callable[[Verdict], None], hosts: HostGroups | None) -> None:
         self._ranks, self._hosts = ranks, hosts
         self._failure: Exception | None = None
         self._is_told = False
@@ -80,9 +80,9 @@ class Saving:
 
 _memory: torch.Tensor | None = None  # of the save before, of any group: the next takes it again
 _last: dict[int, tuple[Any, Saving]] = {}  # by group, which is kept with it: an id may be given again
-_hosts: dict[int, tuple[Any, Hosts]] = {}  # by group
+_hosts: dict[int, tuple[Any, HostGroups]] = {}  # by group
 for kept in (_last, _hosts):
-    atexit.register(kept.clear)  # as in wire/hosts.py: Gloo's threads end while the interpreter still runs
+    atexit.register(kept.clear)  # as in comm/host_groups.py: Gloo's threads end while the interpreter still runs
 
 
 def finish_last(ranks: Ranks) -> None:
@@ -107,7 +107,7 @@ def _group_of(ranks: Ranks) -> Any:
     return None if ranks.channel is None else ranks.channel.group
 
 
-def _hosts_of(ranks: Ranks) -> Hosts | None:
+def _hosts_of(ranks: Ranks) -> HostGroups | None:
     if ranks.channel is None or ranks.world_size == 1:
         return None
     group = ranks.channel.group

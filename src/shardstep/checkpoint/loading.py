@@ -27,6 +27,7 @@ from shardstep.checkpoint.contents import (
 )
 from shardstep.checkpoint.folder import MISSING, Found, absolute, checksum_problems, find, size_problems
 from shardstep.checkpoint.manifest import CONTENTS, METADATA, Contents, read_contents, read_manifest
+from shardstep.checkpoint.optimizer_adapters import trainer_of, weight_key
 from shardstep.checkpoint.options import (
     group_problems,
     of_other_classes,
@@ -37,8 +38,7 @@ from shardstep.checkpoint.options import (
 from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.storage import DamagedError, Wish, is_of_contents, read_wishes
 from shardstep.checkpoint.together import ranks_of
-from shardstep.checkpoint.trainers import trainer_of, weight_key
-from shardstep.state.wire_format import Reader
+from shardstep.state.serialization import Reader
 from shardstep.stepping.average import AVERAGE
 
 

@@ -50,7 +50,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that a checkpoint holds. Texts are those of state/wire_format.py; their tensors are stored ones."""
+    """All that a checkpoint holds. Texts are those of state/serialization.py; their tensors are stored ones."""
 
     world_size: int  # of those who wrote it: only what is a rank's own asks for it
     parameters: Mapping[str, Parameter]

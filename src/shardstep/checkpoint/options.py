@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardstep.stepping.local_optimizer import CLASS, bare_class, class_of, qualified_name
+from shardstep.optimizers.local_optimizer import CLASS, bare_class, class_of, qualified_name
 
 _NO_OPTIONS = ("params", "param_names", CLASS)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardstep.wire.agreement import Claim, Facts, agree
-from shardstep.wire.channel import Channel
-from shardstep.wire.tensors import broadcast_bytes, broadcast_tensors
+from shardstep.comm.agreement import Claim, Facts, agree
+from shardstep.comm.channel import Channel
+from shardstep.comm.tensors import broadcast_bytes, broadcast_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,13 +25,13 @@ from shardstep.checkpoint.manifest import (
     contents_problems,
     stored_tensor,
 )
+from shardstep.checkpoint.optimizer_adapters import trainer_of
 from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.sealing import seal
 from shardstep.checkpoint.storage import Part, join_chunks, metadata_bytes, write_parts
 from shardstep.checkpoint.together import ranks_of
-from shardstep.checkpoint.trainers import trainer_of
 from shardstep.planning import ParamSpec
-from shardstep.state.wire_format import encode
+from shardstep.state.serialization import encode
 
 Verdict = Callable[[Exception | None], None]  # raises on every rank if one failed
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from shardstep.checkpoint.folder import MISSING, naming
 from shardstep.checkpoint.manifest import CONTENTS, Chunk, StoredTensor, WrittenFile
-from shardstep.wire.agreement import travels
+from shardstep.comm.agreement import travels
 
 
 @travels

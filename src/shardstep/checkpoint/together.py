@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from shardstep.checkpoint.ranks import Ranks
+from shardstep.comm.channel import accelerator_among, open_channel
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
-from shardstep.sharded_optimizer import ShardedOptimizer
-from shardstep.wire.channel import accelerator_among, open_channel
+from shardstep.optimizer import ShardedOptimizer
 
 
 def ranks_of(optimizer: Any, model: nn.Module) -> Ranks:

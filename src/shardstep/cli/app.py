@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 from shardstep import __version__
-from shardstep.cli.completing import one_of
 from shardstep.cli.convert_command import convert_path
 from shardstep.cli.demo.exchange import Exchange
 from shardstep.cli.demo.launch import WorkerError, run_workers
@@ -18,8 +17,9 @@ from shardstep.cli.demo.progress import show_progress
 from shardstep.cli.demo.report import format_count, make_table, summarise
 from shardstep.cli.demo.result import Result
 from shardstep.cli.demo.settings import OPTIMIZERS, SIZES, Settings, find_problems
+from shardstep.cli.exit_codes import FAILED, INTERRUPTED, MISUSED, leave
 from shardstep.cli.inspect_command import inspect_path
-from shardstep.cli.leaving import FAILED, INTERRUPTED, MISUSED, leave
+from shardstep.cli.shell_completion import one_of
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shardstep.amounts import format_nbytes
 from shardstep.cli.byte_progress import show_bytes
-from shardstep.cli.completing import one_of
-from shardstep.cli.leaving import FAILED, INTERRUPTED, MISUSED, leave
+from shardstep.cli.exit_codes import FAILED, INTERRUPTED, MISUSED, leave
+from shardstep.cli.shell_completion import one_of
+from shardstep.format import format_nbytes
 
 _FORMATS = ("torch", "dcp", "safetensors")
 _MEGABYTE = 1_000_000

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardstep.amounts import format_nbytes
 from shardstep.cli.byte_progress import show_bytes
 from shardstep.cli.demo.report import format_count
-from shardstep.cli.leaving import FAILED, MISUSED, leave
+from shardstep.cli.exit_codes import FAILED, MISUSED, leave
+from shardstep.format import format_nbytes
 
 if TYPE_CHECKING:
     from shardstep.convert.inspection import Summary
@@ -36,7 +36,7 @@ def inspect_path(
         shardstep inspect run/step-1000 --quick
         shardstep inspect weights.safetensors --json
     """
-    from shardstep.convert.recognise import Kind, recognise
+    from shardstep.convert.detect import Kind, recognise
 
     console = Console(highlight=False, markup=False)
     try:
@@ -66,8 +66,8 @@ def inspect_path(
 def _summaries(path: Path, kind: Any, console: Console, *, quick: bool) -> list[Summary]:
     # Only now: `--help` need not wait for torch.
     from shardstep.checkpoint.folder import find
+    from shardstep.convert.detect import Kind
     from shardstep.convert.inspection import inspect_checkpoint, inspect_folder, inspect_foreign, nbytes_at
-    from shardstep.convert.recognise import Kind
     from shardstep.convert.run import Wanted, describe
 
     if kind not in (Kind.SHARDSTEP, Kind.RUN):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from shardstep.convert.source import Group, Lazy, Source, SourceError, Trained
 from shardstep.convert.stored import Place, read_place, stored_lazily
 from shardstep.convert.unpickling import read_description
-from shardstep.state.wire_format import encode
+from shardstep.state.serialization import encode
 
 _GROUPS, _STATE = "param_groups.", "state."
 METADATA = ".metadata"

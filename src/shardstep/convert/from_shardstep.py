@@ -12,7 +12,7 @@ from shardstep.checkpoint.manifest import Contents, StoredTensor, read_contents
 from shardstep.checkpoint.storage import dtype_of
 from shardstep.convert.source import Group, Lazy, Source, SourceError, Trained
 from shardstep.convert.stored import Place, stored_lazily
-from shardstep.state.wire_format import Reader
+from shardstep.state.serialization import Reader
 
 Told = Callable[[int], None]
 

@@ -17,7 +17,7 @@ from shardstep.convert.source import Group, Lazy, Source, SourceError, Trained, 
 from shardstep.convert.unpickling import load_torch_file
 from shardstep.stepping.average import AVERAGE
 from shardstep.stepping.masters import MASTER
-from shardstep.stepping.rounding import COUNT
+from shardstep.stepping.stochastic_rounding import COUNT
 
 OURS = "shardstep"  # in a file that we wrote: what torch has no place for
 OF_RANKS, CLASSES = "extra_of_ranks", "classes"

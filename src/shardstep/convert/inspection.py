@@ -11,10 +11,10 @@ import torch
 
 from shardstep.checkpoint.folder import Found, checkpoints_in, checksum_problems, find, size_problems
 from shardstep.convert import from_shardstep
+from shardstep.convert.detect import Kind
 from shardstep.convert.from_torch import BESIDE
-from shardstep.convert.recognise import Kind
 from shardstep.convert.source import Source
-from shardstep.state.wire_format import encode
+from shardstep.state.serialization import encode
 
 Told = Callable[[int], None]
 

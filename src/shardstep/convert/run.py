@@ -17,7 +17,7 @@ from shardstep.convert import (
     to_safetensors,
     to_torch,
 )
-from shardstep.convert.recognise import Kind, names_in, recognise
+from shardstep.convert.detect import Kind, names_in, recognise
 from shardstep.convert.source import Source
 from shardstep.convert.target import check_free, writing
 

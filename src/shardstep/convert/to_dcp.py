@@ -22,7 +22,7 @@ from shardstep.checkpoint.sealing import seal
 from shardstep.checkpoint.storage import Part, StoredObject, metadata_bytes, write_objects, write_parts
 from shardstep.convert.source import Lazy, Source, SourceError, cut
 from shardstep.convert.target import Target
-from shardstep.state.wire_format import encode
+from shardstep.state.serialization import encode
 
 Told = Callable[[int], None]
 _MOST_FILE = 2 << 30  # bytes: several ranks check and read files side by side

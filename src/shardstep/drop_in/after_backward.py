@@ -9,16 +9,16 @@ from typing import Any, final
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
+from shardstep.comm.agreement import Agreement, Claim
+from shardstep.comm.choose import open_transport
+from shardstep.comm.control import open_poll
 from shardstep.drop_in.local_shard import Groups, params_of, plan_for, travelling
 from shardstep.drop_in.parameter_messages import ParameterMessages
 from shardstep.drop_in.strategy import Gradients, Setting
 from shardstep.drop_in.uneven_inputs import hand_over
-from shardstep.memory.views import move_out, span_of
+from shardstep.optimizers.local_optimizer import WatchedClosure
+from shardstep.params.views import move_out, span_of
 from shardstep.planning import Plan
-from shardstep.stepping.local_optimizer import WatchedClosure
-from shardstep.wire.agreement import Agreement, Claim
-from shardstep.wire.choose import open_transport
-from shardstep.wire.records import open_poll
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
+from shardstep.comm.agreement import Claim, Facts, agree
+from shardstep.comm.channel import Channel
+from shardstep.comm.transport import Transport, finish_gathers
 from shardstep.drop_in.local_shard import LocalShard
-from shardstep.memory.parameter_messages import FlatMessage
+from shardstep.params.parameter_messages import FlatMessage
 from shardstep.planning import Plan
 from shardstep.planning.assignment import Assignment, assign_parts_of_buckets, assign_whole_buckets
-from shardstep.stepping.parts import PartedOptimizer
-from shardstep.wire.agreement import Claim, Facts, agree
-from shardstep.wire.channel import Channel
-from shardstep.wire.transport import Transport, finish_gathers
+from shardstep.stepping.parted_optimizer import PartedOptimizer
 
 
 class _OverlapStatus(enum.IntEnum):

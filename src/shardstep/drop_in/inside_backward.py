@@ -9,6 +9,9 @@ from typing import Any, final
 import torch
 from torch.distributed.algorithms.join import Joinable
 
+from shardstep.comm.agreement import Agreement, Claim, Facts
+from shardstep.comm.control import open_poll
+from shardstep.comm.transport import Transport
 from shardstep.drop_in.after_backward import AfterBackward
 from shardstep.drop_in.buckets import (
     OverlappedStep,
@@ -21,9 +24,6 @@ from shardstep.drop_in.local_shard import Groups, params_of
 from shardstep.drop_in.strategy import Gradients, Setting
 from shardstep.planning import Layout, Plan, make_plan
 from shardstep.state.consolidation import move_state
-from shardstep.wire.agreement import Agreement, Claim, Facts
-from shardstep.wire.records import open_poll
-from shardstep.wire.transport import Transport
 
 logger = logging.getLogger(__name__)
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.memory.views import storage_order
+from shardstep.comm.agreement import Facts
+from shardstep.optimizers.counters import Counters, resume
+from shardstep.optimizers.local_optimizer import build, copy_options, dealt_to, local_groups
+from shardstep.optimizers.optimizer_copy import OptimizerCopy
+from shardstep.optimizers.option_lines import WatchedOptions, class_line, option_lines
+from shardstep.params.views import storage_order
 from shardstep.planning import Layout, Plan, make_plan, read_specs
 from shardstep.state.state_dict import check_options, check_state_dict, local_part
-from shardstep.stepping.counters import Counters, resume
-from shardstep.stepping.local_optimizer import build, copy_options, dealt_to, local_groups
-from shardstep.stepping.options import WatchedOptions, class_line, option_lines
 from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
-from shardstep.stepping.twin import Twin
-from shardstep.wire.agreement import Facts
 
 _SCHEDULED = {"lr", "momentum", "betas", "weight_decay"}  # what programs change as they go
 
@@ -113,11 +113,11 @@ class LocalShard:
         state = self.optim.state_dict()["state"]
         return {mine[key] if isinstance(key, int) else key: entry for key, entry in state.items()}
 
-    def loaded(self, state_dict: Mapping[str, Any], groups: Groups) -> Twin:
+    def loaded(self, state_dict: Mapping[str, Any], groups: Groups) -> OptimizerCopy:
         """Return a twin of the local optimizer that has loaded this rank's part, and may be taken."""
         specs, before = self.plan.params, self.optim.param_groups
         keys = check_state_dict(state_dict, specs, [len(group["params"]) for group in groups], type(self.optim))
-        twin = Twin(self.optim)
+        twin = OptimizerCopy(self.optim)
         twin.load(local_part(state_dict, keys, dealt_to(self.plan, self._rank), specs))
         check_options(twin.optimizer, before)
         return twin

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardstep.wire.channel import open_channel
-from shardstep.wire.tensors import broadcast_bytes
+from shardstep.comm.channel import open_channel
+from shardstep.comm.tensors import broadcast_bytes
 
 
 def _broadcast_object(obj: Any, src_rank: int, group: Any = None, device: torch.device | str = "cpu") -> Any:

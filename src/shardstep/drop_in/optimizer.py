@@ -12,20 +12,20 @@ import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardstep.arguments import check_parameters, read_group, read_params
+from shardstep.comm.agreement import Claim, Facts, agree
+from shardstep.comm.channel import accelerator_among, open_channel
 from shardstep.drop_in.after_backward import AfterBackward
 from shardstep.drop_in.buckets import _DDPBucketAssignment, _OverlapInfo
 from shardstep.drop_in.inside_backward import InsideBackward
 from shardstep.drop_in.local_shard import LocalShard, loaded_groups, params_of, plan_for, travelling
 from shardstep.drop_in.strategy import Setting, Strategy
+from shardstep.engine.validation import check_parameters, read_group, read_params
+from shardstep.optimizers.layout_trial import probe
+from shardstep.optimizers.local_optimizer import check_optimizer_class, copy_options, is_of_torch
+from shardstep.optimizers.optimizer_copy import OptimizerCopy, run_post_hooks, run_pre_hooks
 from shardstep.state.consolidation import consolidate
 from shardstep.state.saved_state import SavedState
 from shardstep.state.state_dict import describe, pack_groups
-from shardstep.stepping.local_optimizer import check_optimizer_class, copy_options, is_of_torch
-from shardstep.stepping.probe import probe
-from shardstep.stepping.twin import Twin, run_post_hooks, run_pre_hooks
-from shardstep.wire.agreement import Claim, Facts, agree
-from shardstep.wire.channel import accelerator_among, open_channel
 
 __all__ = ["ZeroRedundancyOptimizer"]
 
@@ -374,7 +374,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 class LoadedPart:
     """A twin of the local optimizer that has loaded `state_dict`, and takes its place when all ranks agree."""
 
-    twin: Twin
+    twin: OptimizerCopy
     state_dict: Mapping[str, Any]
 
 

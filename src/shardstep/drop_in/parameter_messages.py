@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from shardstep.memory.parameter_messages import flat_messages, scattered_messages
+from shardstep.comm.transport import Message, Transport, finish_gathers
+from shardstep.params.parameter_messages import flat_messages, scattered_messages
 from shardstep.planning import Plan
-from shardstep.wire.transport import Message, Transport, finish_gathers
 
 
 class ParameterMessages:

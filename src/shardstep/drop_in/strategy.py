@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.algorithms.join import Joinable
 
+from shardstep.comm.channel import Channel
 from shardstep.drop_in.local_shard import Groups, LocalShard
 from shardstep.planning import Plan
 from shardstep.state.saved_state import SavedState
-from shardstep.wire.channel import Channel
 
 Gradients = Sequence[torch.Tensor | None]
 

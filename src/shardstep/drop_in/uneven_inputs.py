@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from shardstep.comm.channel import Channel
+from shardstep.comm.control import Poll
 from shardstep.drop_in.local_shard import Groups, params_of
+from shardstep.optimizers.local_optimizer import copy_options, dealt_to
 from shardstep.planning import Plan
 from shardstep.state.consolidation import receive_state, send_state
-from shardstep.state.handing_over import sendable
-from shardstep.state.wire_format import encode
-from shardstep.stepping.local_optimizer import copy_options, dealt_to
-from shardstep.wire.channel import Channel
-from shardstep.wire.records import Poll
+from shardstep.state.join_sync import sendable
+from shardstep.state.serialization import encode
 
 
 def hand_over(channel: Channel, poll: Poll, plan: Plan, groups: Groups, *, joined: bool) -> None:

@@ -25,10 +25,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from shardstep.comm.call_order import CallOrder
+from shardstep.gradients.inside_ddp import refuse_inside_ddp
 from shardstep.gradients.passes import GradientPass
-from shardstep.gradients.wrapped import refuse_inside_ddp
-from shardstep.memory.model_hooks import ModelHook
-from shardstep.wire.turns import Turns
+from shardstep.params.model_hooks import ModelHook
 
 # Seconds: autograd's thread of a device may drop a pass that raised a moment after the caller has its error.
 PATIENCE = 5.0
@@ -42,10 +42,10 @@ class BackwardHooks:
         model: nn.Module,
         params: Sequence[torch.Tensor],
         current: GradientPass,
-        turns: Turns,
+        call_order: CallOrder,
         done: Callable[[], None] | None,
     ) -> None:
-        self._pass, self._turns = current, turns
+        self._pass, self._call_order = current, call_order
         self._done = done
         # autograd's, at the end of the pass: see [Note: passes that raise]
         self._callback: weakref.ref[Any] | None = None
@@ -73,13 +73,13 @@ class BackwardHooks:
             handle.remove()
 
     def ready(self, place: int) -> None:
-        if self._turns.syncs:
+        if self._call_order.syncs:
             self.arm(threading.get_ident())
             self._pass.ready(place)
 
     def output_came(self, thread: int) -> None:
         """The gradient of what the model has returned in `thread`: a backward pass has begun."""
-        if self._turns.syncs:
+        if self._call_order.syncs:
             self.arm(thread)
 
     def arm(self, thread: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardstep.wire.transport import Transport
+from shardstep.comm.transport import Transport
 
 
 def total_norm(

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch._utils import _flatten_dense_tensors
 
+from shardstep.comm.transport import Transport
 from shardstep.gradients.guard import gradient_of
-from shardstep.memory.flat import BucketMemory, FlatMemory
-from shardstep.memory.views import flat_gradient, quickly
+from shardstep.params.flat import BucketMemory, FlatMemory
+from shardstep.params.views import flat_gradient, quickly
 from shardstep.planning import Piece
-from shardstep.wire.transport import Transport
 
 Parts = list[torch.Tensor]
 

@@ -19,19 +19,19 @@ from threading import Lock
 
 import torch
 
+from shardstep.comm.call_order import Call, CallOrder
+from shardstep.comm.channel import Channel
+from shardstep.comm.control import open_poll
+from shardstep.comm.encoding import gradient_dtype
+from shardstep.comm.host_groups import RanksDivergedError
+from shardstep.comm.transport import Reduction, Transport
 from shardstep.gradients.clipping import multiply
 from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.packing import GradientPacking, Parts
-from shardstep.memory.flat import FlatMemory
-from shardstep.memory.shards import ShardMemory
-from shardstep.memory.traced import is_profiled, named
-from shardstep.memory.views import quickly
-from shardstep.wire.channel import Channel
-from shardstep.wire.encoding import gradient_dtype
-from shardstep.wire.hosts import RanksApartError
-from shardstep.wire.records import open_poll
-from shardstep.wire.transport import Reduction, Transport
-from shardstep.wire.turns import Turn, Turns
+from shardstep.gradients.shard_memory import ShardMemory
+from shardstep.params.flat import FlatMemory
+from shardstep.params.profiler_ranges import is_profiled, named
+from shardstep.params.views import quickly
 
 
 class Phase(Enum):
@@ -140,7 +140,7 @@ class GradientPass:
         self,
         channel: Channel,
         transport: Transport,
-        turns: Turns,
+        call_order: CallOrder,
         memory: FlatMemory,
         params: Sequence[torch.Tensor],
         wire_dtype: torch.dtype | None,
@@ -149,7 +149,7 @@ class GradientPass:
         wide: bool,
     ) -> None:
         """`reuse_memory`: nobody looks at a gradient of an earlier step, so the next may lie where it lay."""
-        self._transport, self._turns, self._params = transport, turns, params
+        self._transport, self._call_order, self._params = transport, call_order, params
         self._alone = channel.world_size == 1
         # One rank sends nothing, in any dtype: what it packs is the mean.
         sent = [b.values.dtype if self._alone else gradient_dtype(b, wire_dtype) for b in memory.buckets]
@@ -198,13 +198,13 @@ class GradientPass:
                 self._launch(bucket, self._packing.pack(bucket))
 
     def _begin(self) -> None:
-        turns = self._turns
-        if not turns.following:
-            if turns.notify is not None:
-                turns.notify()
+        call_order = self._call_order
+        if not call_order.following:
+            if call_order.notify is not None:
+                call_order.notify()
             if self.phase is not Phase.RESTING:
-                turns.announce(Turn.PASS)
-        turns.dropped = False
+                call_order.announce(Call.PASS)
+        call_order.dropped = False
         self.land_all()  # of an earlier pass
         self.apply_factor()
         self._move(Phase.FILLING)
@@ -223,7 +223,7 @@ class GradientPass:
         If memory runs out the pass is still to end, as a failed one: this is called again for the rest. What was told
         already holds.
         """
-        self._turns.raise_if_apart()
+        self._call_order.raise_if_diverged()
         if not self.runs:
             self._begin()  # nothing came here, but it did elsewhere
         tells_first = self._transport.tells_first
@@ -333,11 +333,11 @@ class GradientPass:
         """What all ranks had; the same on every rank."""
         if self.phase is not Phase.SENT:
             return Settled(bytes(self._packing.used), self._late)
-        self._turns.check()  # what others had is told only by those that do what this rank does
+        self._call_order.check()  # what others had is told only by those that do what this rank does
         try:
             answer = self._poll.answer()
-        except RanksApartError as error:
-            self._turns.went_apart(error)
+        except RanksDivergedError as error:
+            self._call_order.diverged(error)
             raise
         flags, size = answer.any, 1 + len(self._params)
         self._move(Phase.SETTLED)
@@ -348,7 +348,7 @@ class GradientPass:
 
     def stepped(self) -> None:
         """What comes from now on is for the next step."""
-        self._turns.dropped = False
+        self._call_order.dropped = False
         if self.phase is not Phase.RESTING:
             self._move(Phase.RESTING)
 
@@ -386,11 +386,11 @@ class GradientPass:
 
     def drop(self) -> None:
         """Forget all gradients."""
-        self._turns.check()
+        self._call_order.check()
         self.land_all()  # the memory belongs to the transport until then
-        self._turns.dropped = self.phase is not Phase.RESTING
+        self._call_order.dropped = self.phase is not Phase.RESTING
         if self.phase is Phase.SENT:
-            if self._turns.notify is None:  # a rank without inputs asks, and hears only then that they were dropped
+            if self._call_order.notify is None:  # a rank without inputs asks, and only then hears of it
                 self._poll.forget()
             self._move(Phase.SETTLED)
         self.drop_shards()
@@ -410,9 +410,9 @@ class GradientPass:
 
     def zero(self) -> None:
         """Make all gradients zero, without forgetting that they were there."""
-        self._turns.check()
+        self._call_order.check()
         self.land_all()
-        self._turns.dropped = self.phase is not Phase.RESTING
+        self._call_order.dropped = self.phase is not Phase.RESTING
         self._lost, self.factor = False, None
         for shard in self.shards:
             if shard is not None:

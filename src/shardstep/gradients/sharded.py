@@ -10,18 +10,18 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shardstep.comm.agreement import Claim, Facts, agree
+from shardstep.comm.call_order import Call, CallOrder
+from shardstep.comm.channel import Channel
+from shardstep.comm.comm_timing import CommTiming, unwatched
+from shardstep.comm.transport import Transport
 from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.hooks import BackwardHooks
 from shardstep.gradients.passes import GradientPass, Phase
-from shardstep.memory.flat import FlatMemory
-from shardstep.memory.views import quickly
+from shardstep.params.flat import FlatMemory
+from shardstep.params.views import quickly
 from shardstep.planning import Piece
 from shardstep.planning.runs import Run
-from shardstep.wire.agreement import Claim, Facts, agree
-from shardstep.wire.channel import Channel
-from shardstep.wire.transport import Transport
-from shardstep.wire.turns import Turn, Turns
-from shardstep.wire.watch import Watch, unwatched
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Surroundings:
 
     channel: Channel
     transport: Transport
-    turns: Turns
+    call_order: CallOrder
     model: nn.Module
     memory: FlatMemory
     params: Sequence[torch.Tensor]  # in the plan's order
@@ -53,7 +53,7 @@ class Gradients(Protocol):
 
     hooks: BackwardHooks
 
-    def settle(self, turn: Turn | None) -> Sequence[int]:
+    def settle(self, turn: Call | None) -> Sequence[int]:
         """Before anything is done with gradients; `turn` says what, if it waits for other ranks.
 
         If no backward pass has reached a parameter here, it may have on other ranks, which wait for this one: so one is
@@ -125,7 +125,7 @@ class Gradients(Protocol):
         """What they take on this rank between a backward pass and the step."""
 
     @contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
+    def watched(self, watch: CommTiming) -> Iterator[None]:
         """Inside, `watch` sees how long it takes to reduce them."""
         yield
 
@@ -141,7 +141,7 @@ class ShardedGradients:
         self.current = GradientPass(
             given.channel,
             given.transport,
-            given.turns,
+            given.call_order,
             given.memory,
             given.params,
             given.wire_dtype,
@@ -149,20 +149,20 @@ class ShardedGradients:
             wide=given.wide,
         )
         self._after_pass = after_pass
-        self._turns = given.turns
+        self._call_order = given.call_order
         self.used: Sequence[int] = bytes(len(given.params))
         self._place = {param: place for place, param in enumerate(given.params)}
         self.travels = given.memory.homes.keys()
         self._travelling = [given.params[place] for place in sorted(self.travels)]
-        self.hooks = BackwardHooks(given.model, given.params, self.current, given.turns, self._after_pass)
+        self.hooks = BackwardHooks(given.model, given.params, self.current, given.call_order, self._after_pass)
 
-    def settle(self, turn: Turn | None) -> Sequence[int]:
+    def settle(self, turn: Call | None) -> Sequence[int]:
         self.hooks.recover()
-        all_rest = turn is Turn.REPORT and self._turns.idle.on_all_ranks(self.rest)
+        all_rest = turn is Call.REPORT and self._call_order.idle.on_all_ranks(self.rest)
         if self.rest and not all_rest and self._channel.world_size > 1:
             self.make_up_for_a_pass()
         if turn is not None:
-            self._turns.prepare(turn)
+            self._call_order.prepare(turn)
         return self.read()
 
     @property
@@ -274,7 +274,7 @@ class ShardedGradients:
         return sum(bucket.own.nbytes for bucket in self._memory.buckets)
 
     @contextmanager
-    def watched(self, watch: Watch) -> Iterator[None]:
+    def watched(self, watch: CommTiming) -> Iterator[None]:
         self.current.replace_reductions(watch.reduction)
         try:
             yield

@@ -32,9 +32,9 @@ from shardstep.checkpoint.contents import unwrapped
 from shardstep.checkpoint.loading import load
 from shardstep.checkpoint.saving import save
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
-from shardstep.owners import owned_in
-from shardstep.planned import params_of
-from shardstep.sharded_optimizer import ShardedOptimizer
+from shardstep.engine.planned import params_of
+from shardstep.engine.registry import owned_in
+from shardstep.optimizer import ShardedOptimizer
 
 STATE_IN = "the optimizer's state was saved by shardstep in"  # the one key of what Accelerate keeps of it
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)

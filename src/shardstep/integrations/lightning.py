@@ -30,8 +30,8 @@ import torch
 from shardstep.checkpoint.loading import load
 from shardstep.checkpoint.saving import save
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
-from shardstep.owners import check_stepped
-from shardstep.sharded_optimizer import ShardedOptimizer
+from shardstep.engine.registry import check_stepped
+from shardstep.optimizer import ShardedOptimizer
 
 _NEW, _OLD = "lightning.pytorch", "pytorch_lightning"
 _is_old = (_OLD in sys.modules and _NEW not in sys.modules) or importlib.util.find_spec("lightning") is None

@@ -20,7 +20,7 @@ from transformers import Trainer
 from shardstep.config import ShardConfig
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
 from shardstep.integrations.accelerate import PreparedOptimizer, ShardedAccelerator
-from shardstep.sharded_optimizer import ShardedOptimizer, shard
+from shardstep.optimizer import ShardedOptimizer, shard
 
 _WITHOUT_GROUPS = ("params", "model", "optimizer_dict")  # of optimizers that want something else than param groups
 

@@ -20,7 +20,7 @@ class Layout(Enum):
 
     WHOLE = "whole"
     FLAT = "flat"
-    AUTO = "auto"  # stepping/known.py chooses
+    AUTO = "auto"  # optimizers/layout_policy.py chooses
 
 
 def deal_whole(specs: Sequence[ParamSpec], world_size: int) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from shardstep.planning.dealing import deal_by_cost
+from shardstep.planning.balance import deal_by_cost
 from shardstep.planning.layout import Layout, deal_whole
 from shardstep.planning.plan import Bucket, EqualRanges, Plan, Segment, WholeRanges, bucket_from_json
 from shardstep.planning.problems import find_problems
@@ -98,7 +98,9 @@ def _classes(
         spec = specs[index]
         kind = layout if isinstance(layout, Layout) else layout[spec.group]
         if kind is Layout.AUTO:
-            raise ValueError("Layout.AUTO is a wish: ask shardstep.stepping.probe which layout the optimizer tolerates")
+            raise ValueError(
+                "Layout.AUTO must be resolved first: shardstep.optimizers.layout_policy chooses a layout for each group"
+            )
         found[kind].setdefault((spec.device, spec.dtype, spec.trainable, spec.wire), []).append(index)
     return found[Layout.WHOLE], found[Layout.FLAT]
 

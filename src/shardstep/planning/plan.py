@@ -143,7 +143,7 @@ class Bucket:
     ranges: EqualRanges | WholeRanges
     dtype: str
     device: str
-    wire: str = ""  # the encoding in which values travel (wire/encoding.py); empty: as they are
+    wire: str = ""  # the encoding in which values travel (comm/encoding.py); empty: as they are
 
     @property
     def numel(self) -> int:

@@ -20,7 +20,7 @@ class ParamSpec:
     device: str
     group: int
     trainable: bool = True  # a frozen parameter has a holder too, but does not travel
-    wire: str = ""  # the encoding in which it travels when it is trained (wire/encoding.py); empty: as it is
+    wire: str = ""  # the encoding in which it travels when it is trained (comm/encoding.py); empty: as it is
 
     @property
     def numel(self) -> int:

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import torch
 
-from shardstep.wire.channel import Channel
-from shardstep.wire.records import Poll, open_poll
+from shardstep.comm.channel import Channel
+from shardstep.comm.control import Poll, open_poll
 
 _WIDTH = 4096  # elements of a row, each with a weight of its own
 _ROWS = 1 << 12  # that are multiplied at a time

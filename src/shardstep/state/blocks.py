@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardstep.memory.views import storage_order
+from shardstep.params.views import storage_order
 from shardstep.planning.geometry import boxes, reordered, split
 
 MOST_NBYTES = 64 * 1024 * 1024  # of one block, which is what a reader holds beside its own

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from shardstep.state.wire_format import Reader, encode, to_cpu
-from shardstep.wire.agreement import Claim, Facts, agree, attempt
-from shardstep.wire.channel import Channel
-from shardstep.wire.tensors import receive_tensors, send_tensors
+from shardstep.comm.agreement import Claim, Facts, agree, attempt
+from shardstep.comm.channel import Channel
+from shardstep.comm.tensors import receive_tensors, send_tensors
+from shardstep.state.serialization import Reader, encode, to_cpu
 
 
 def consolidate(channel: Channel, read_local: Callable[[], Mapping[Any, Any]], to: int) -> dict[Any, Any] | None:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.memory.views import flat_gradient
+from shardstep.params.views import flat_gradient
 from shardstep.planning import Layout, ParamSpec, Piece, Plan
-from shardstep.state.parts import PartOfState, PartOfTensor
+from shardstep.state.sharded_state import PartOfState, PartOfTensor
 from shardstep.state.state_dict import bare_name, check_saved_groups, check_state_dict
 from shardstep.stepping.average import AVERAGE
-from shardstep.stepping.entries import Entry, cut_entry
+from shardstep.stepping.element_state import Entry, cut_entry
 from shardstep.stepping.masters import MASTER
 
 

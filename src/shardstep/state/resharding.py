@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from shardstep.comm.agreement import attempt
+from shardstep.comm.channel import Channel
 from shardstep.planning import Bucket, Piece, Plan
 from shardstep.state.consolidation import move_state
-from shardstep.stepping.entries import Entry, cut_entry, join_entries
-from shardstep.wire.agreement import attempt
-from shardstep.wire.channel import Channel
+from shardstep.stepping.element_state import Entry, cut_entry, join_entries
 
 
 class _Fragment(NamedTuple):

@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
+from shardstep.optimizers.local_optimizer import CLASS, is_of_torch, qualified_name
+from shardstep.optimizers.optimizer_copy import beside_state
 from shardstep.planning import ParamSpec, Piece
-from shardstep.stepping.entries import Entry, join_entries
-from shardstep.stepping.local_optimizer import CLASS, is_of_torch, qualified_name
-from shardstep.stepping.twin import beside_state
+from shardstep.stepping.element_state import Entry, join_entries
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

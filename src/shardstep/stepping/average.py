@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
-from shardstep.memory.flat import FlatMemory
+from shardstep.params.flat import FlatMemory
 from shardstep.planning import Piece
-from shardstep.stepping.entries import Entry
+from shardstep.stepping.element_slots import Slot
+from shardstep.stepping.element_state import Entry
 from shardstep.stepping.masters import Masters
 from shardstep.stepping.scaling import Scaling
-from shardstep.stepping.slots import Slot
 
 AVERAGE = "shardstep.ema"  # in the state of a piece
 

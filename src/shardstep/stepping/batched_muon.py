@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from shardstep.optimizers.local_optimizer import copy_options, is_muon
 from shardstep.planning import Piece
-from shardstep.stepping.local_optimizer import copy_options, is_muon
 from shardstep.stepping.masters import NARROW
 from shardstep.stepping.scaling import Scaling
 from shardstep.stepping.steppers import Groups, Row

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardstep.memory.flat import FlatMemory
-from shardstep.memory.views import flat_gradient, quickly
+from shardstep.comm.encoding import encoding_named
+from shardstep.params.flat import FlatMemory
+from shardstep.params.views import flat_gradient, quickly
 from shardstep.planning import ParamSpec, Piece, Plan, read_specs
-from shardstep.stepping.entries import Entry
-from shardstep.stepping.slots import Slot
-from shardstep.wire.encoding import encoding_named
+from shardstep.stepping.element_slots import Slot
+from shardstep.stepping.element_state import Entry
 
 NARROW = (torch.bfloat16, torch.float16)
 _NARROW_NAMES = [str(dtype).removeprefix("torch.") for dtype in NARROW]

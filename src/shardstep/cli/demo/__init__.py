@@ -9,7 +9,7 @@ In the order in which a run goes through them:
 - `exchange.py`   the folder through which rank 0 tells the command how far it is and what came out
 - `progress.py`   how far it is, drawn as bars or written as a few lines
 - `result.py`     what came out
-- `report.py`     the table;  `picture.py` the picture of memory per rank
+- `engine/report.py`     the table;  `picture.py` the picture of memory per rank
 
 `harbour.txt` is the text the model learns; `make_text.py` wrote it and writes it again, byte for byte.
 """

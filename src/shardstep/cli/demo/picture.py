@@ -9,9 +9,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from shardstep.amounts import UNITS, format_nbytes
 from shardstep.cli.demo.report import format_count
 from shardstep.cli.demo.result import RankMemory, Result
+from shardstep.format import UNITS, format_nbytes
 
 # Paul Tol's "bright" palette, which colour-blind readers can tell apart; with each, the colour of a number on it.
 LAYERS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich import box
 from rich.table import Table
 
-from shardstep.amounts import format_nbytes
 from shardstep.cli.demo.result import Result, Run
+from shardstep.format import format_nbytes
 
 # Beyond this many ranks the table shows the largest only: one line per rank would fill the screen.
 MAX_RANKS_LISTED = 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardstep.stepping.local_optimizer import qualified_name
+from shardstep.optimizers.local_optimizer import qualified_name
 
 
 class Rule(IntEnum):

@@ -1,0 +1,155 @@
+"""Steps parts of an optimizer's parameters, each once per iteration, for any class of optimizer.
+
+The parts of an optimizer are optimizers: ordinary instances of the same class, each over the parameters of one part. So
+nothing is asked of the class but that it can be built and stepped, and a counter that it keeps per group, per parameter
+or on itself advances once per iteration, as it would unsharded. The whole optimizer is never stepped; it shows the
+state and the options of all parts, and is what is saved and loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from shardstep.optimizers.counters import Counters, resume
+from shardstep.optimizers.local_optimizer import copy_options, is_of_torch
+from shardstep.stepping.scaling import Scaling
+from shardstep.stepping.slices import ElementwiseGroups, MakeOptimizer, SlicedStep
+
+_OF_PARAMS = ("params", "param_names")
+_MUTABLE = (torch.Tensor, list, dict)
+
+
+def takes_scaling(optimizer: Optimizer) -> bool:
+    """Whether its step takes a `Scaling`; if not, the scaler asks the device whether to step at all.
+
+    Not SGD's with momentum: if its first step is skipped, torch leaves the momentum as the memory was.
+    """
+    takes = is_of_torch(type(optimizer)) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return takes and not (isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups))
+
+
+class PartedOptimizer:
+    """`whole` in parts; `parts[k]` are the parameters of part k, which make up those of `whole`."""
+
+    def __init__(
+        self,
+        whole: Optimizer,
+        parts: Sequence[Sequence[torch.Tensor]],
+        make: MakeOptimizer,
+    ) -> None:
+        self._whole = whole
+        self._params = [list(part) for part in parts]
+        self._optimizers = [make(_groups_of(whole.param_groups, part)) for part in parts]
+        elementwise = ElementwiseGroups(make)
+        self._steps = [SlicedStep(optimizer, make, elementwise) for optimizer in self._optimizers]
+        self._is_of_torch = is_of_torch(type(whole))
+        self._counters = [Counters(optimizer) for optimizer in self._optimizers]
+        # A part without parameters has nothing to step, and some classes refuse to. But options must advance somewhere.
+        filled = [number for number, part in enumerate(self._params) if part] or list(range(len(self._params)))[-1:]
+        self._stepped = range(len(self._params)) if self._is_of_torch else filled
+
+    def begin(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """An iteration begins: every part takes the options as they are now.
+
+        Not one part after the other as they are stepped: a counter that the first has advanced would reach the second.
+        """
+        for optimizer in self._optimizers:
+            given = param_groups if self._is_of_torch else _own_copies(param_groups)
+            copy_options(given, optimizer.param_groups)
+
+    def step(self, part: int, gradients: Sequence[torch.Tensor | None], scaling: Scaling | None = None) -> None:
+        """Step one part with these gradients; `param.grad` is afterwards what it was before."""
+        if part not in self._stepped:
+            return
+        params, attributes = self._params[part], vars(self._optimizers[part])
+        before = [param.grad for param in params]
+        try:
+            if scaling is not None:
+                attributes.update(found_inf=scaling.found_inf, grad_scale=scaling.grad_scale)
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad = gradient
+            self._steps[part].step()
+        finally:
+            for param, gradient in zip(params, before, strict=True):
+                param.grad = gradient
+            if scaling is not None:
+                del attributes["found_inf"], attributes["grad_scale"]
+        self._whole.state.update(self._optimizers[part].state)
+
+    @torch.no_grad()
+    def switch(self, mode: str) -> None:
+        """Call a method of every part that takes nothing."""
+        for optimizer in self._optimizers:
+            getattr(optimizer, mode)()
+
+    def end(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """An iteration ends: what parts have written to their options becomes visible. torch's own write nothing."""
+        if self._optimizers and not self._is_of_torch:
+            last = self._optimizers[self._stepped[-1]]
+            copy_options(last.param_groups, self._whole.param_groups)
+            copy_options(last.param_groups, param_groups)
+
+    def counted(self) -> dict[str, Any]:
+        """What the class counts on itself, to be given to `resume` of those that come after."""
+        return self._counters[self._stepped[-1]].advanced() if self._counters else {}
+
+    def left_behind(self) -> list[str]:
+        """Attributes that those that come after cannot be given."""
+        return sorted({name for counters in self._counters for name in counters.left_behind()})
+
+    def resume(self, counted: Mapping[str, Any]) -> None:
+        """Go on counting where others have stopped."""
+        for optimizer in self._optimizers:
+            resume(optimizer, counted)
+
+    def reload(self) -> None:
+        """The whole optimizer has loaded a state: give every part its own."""
+        for optimizer, params in zip(self._optimizers, self._params, strict=True):
+            optimizer.state.clear()
+            own = set(params)
+            for key, entry in self._whole.state.items():
+                if not isinstance(key, torch.Tensor) or key in own:
+                    optimizer.state[key] = entry
+            copy_options(self._whole.param_groups, optimizer.param_groups)
+
+
+def _own_copies(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Options that no other part has: a counter in a tensor or in a list would be advanced by each of them."""
+    groups = [{key: value for key, value in group.items() if key not in _OF_PARAMS} for group in param_groups]
+    return [
+        {key: copy.deepcopy(value) if isinstance(value, _MUTABLE) else value for key, value in group.items()}
+        for group in groups
+    ]
+
+
+def _groups_of(param_groups: Sequence[Mapping[str, Any]], params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+    """All groups, each with those of its parameters that are among `params`, or with nothing to step.
+
+    Each, also where it has none: a step may count in the options of every group, and these are the same on all ranks.
+    """
+    wanted = set(params)
+    groups: list[dict[str, Any]] = []
+    for group in param_groups:
+        chosen = [i for i, param in enumerate(group["params"]) if param in wanted]
+        part = {**group, "params": [group["params"][i] for i in chosen]}
+        if "param_names" in group:
+            part["param_names"] = [group["param_names"][i] for i in chosen]
+        if group["params"] and not chosen:
+            part["params"] = [placeholder(group["params"][0])]
+            if "param_names" in group:
+                part["param_names"] = ["nothing"]
+        groups.append(part)
+    return groups
+
+
+def placeholder(like: torch.Tensor) -> torch.Tensor:
+    """Stands for the parameters of a group that has none here: a class may look at the first one of each group.
+
+    It has no elements, and never a gradient.
+    """
+    return like.new_zeros([0] * like.dim()).requires_grad_()
