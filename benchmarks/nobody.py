@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardstep.comm import hosts
+from shardstep.comm import host_groups
 
 NAME = "nobody"
 
@@ -58,7 +58,7 @@ def join_nobody(ranks: int) -> None:
     dist.Backend.register_backend(NAME, lambda store, rank, size, timeout: Nobody(rank, size), devices=["cpu"])
     dist.init_process_group(NAME, store=FakeStore(), rank=0, world_size=ranks)
     below = []
-    while ranks > hosts.FAN ** (len(below) + 1):
-        below.append(Nobody(0, hosts.FAN))
-    everyone = hosts.HostGroups(0, ranks, below, Nobody(0, -(-ranks // hosts.FAN ** len(below))))
-    hosts._known[NAME] = (dist.group.WORLD, everyone)
+    while ranks > host_groups.FAN ** (len(below) + 1):
+        below.append(Nobody(0, host_groups.FAN))
+    everyone = host_groups.HostGroups(0, ranks, below, Nobody(0, -(-ranks // host_groups.FAN ** len(below))))
+    host_groups._known[NAME] = (dist.group.WORLD, everyone)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from shardstep import sharded_optimizer
+from shardstep import optimizer as sharded_optimizer
 from shardstep.comm.channel import Channel, open_channel
 from shardstep.drop_in import optimizer as drop_in
 

@@ -26,7 +26,7 @@ from fast_lane_training import (
     loss_of,
 )
 from shardstep import Layout, ShardConfig, ZeroRedundancyOptimizer
-from shardstep.comm import hosts
+from shardstep.comm import host_groups
 from shardstep.comm.control import open_poll
 from shardstep.comm.host_groups import hosts_of
 from shardstep.comm.nccl import Collectives
@@ -234,7 +234,7 @@ def test_two_collectives_for_a_bucket_and_two_small_records(workers, ranks):
 def tells_by_a_tree() -> None:
     """Five ranks in groups of two: three levels."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with mock.patch.object(hosts, "FAN", 2), mock.patch.dict(hosts._known, clear=True):
+    with mock.patch.object(host_groups, "FAN", 2), mock.patch.dict(host_groups._known, clear=True):
         found = hosts_of(dist.group.WORLD, {"cpu": "gloo"})
         connections = sum(dist.get_world_size(group) - 1 for group in [*found._below, found._top] if group is not None)
         assert connections <= 3
@@ -339,7 +339,7 @@ def test_the_norm_has_the_dtype_of_the_gradients(workers):
 def trains_where_ranks_are_in_different_numbers_of_groups() -> None:
     """torch names a group after how many a rank is in; ranks would wait for each other under different names."""
     alone = dist.new_group([0])  # rank 1 has one group less
-    with by_collectives(), mock.patch.dict(hosts._known, clear=True):
+    with by_collectives(), mock.patch.dict(host_groups._known, clear=True):
         first = shardstep.shard(Net(), optim.SGD, lr=0.1)
         second = shardstep.shard(Net(), optim.SGD, lr=0.1)
     assert first._engine.transport._group is not second._engine.transport._group

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import optim
 
 from fast_lane_training import NormScaled
+from shardstep.optimizers import costs
 from shardstep.optimizers.costs import fit_cost, try_cost
 from shardstep.optimizers.trial import Trial
 from shardstep.planning import Layout, ParamSpec, Plan, find_problems, make_plan
 from shardstep.planning.balance import MOST_ELEMENTS, MOST_TRAFFIC, deal_by_cost, least_possible
 from shardstep.planning.cost import Cost, elementwise_cost, itemsize_of, muon_cost
-from shardstep.stepping import costs
 from test_planning import simple, spec_lists
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12

@@ -18,7 +18,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, Normed, batch, loss_of
 from shardstep import Layout, ShardConfig
-from shardstep.comm import messages
+from shardstep.comm import gloo
 from training import assert_ranks_equal, raised
 
 CONFIGS = {
@@ -146,11 +146,11 @@ def test_buffers_follow_a_rank_that_still_has_inputs(workers, most, way):
 
 def waits_early(most: str) -> None:
     """Little may be in flight: a backward pass waits for others' parts, also for those of ranks without inputs."""
-    messages.IN_FLIGHT_NBYTES, before = 100, messages.IN_FLIGHT_NBYTES
+    gloo.IN_FLIGHT_NBYTES, before = 100, gloo.IN_FLIGHT_NBYTES
     try:
         trains_like_ddp("messages", "wait", most)
     finally:
-        messages.IN_FLIGHT_NBYTES = before
+        gloo.IN_FLIGHT_NBYTES = before
 
 
 def test_a_backward_pass_that_waits_for_a_rank_without_inputs(workers):

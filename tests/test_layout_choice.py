@@ -17,7 +17,7 @@ from torch import nn, optim
 import shardstep
 from fast_lane_training import SMALL_BUCKETS, Matrices, assert_trains_like_ddp, batch, loss_of
 from shardstep import Layout, ShardConfig, ZeroRedundancyOptimizer
-from shardstep.stepping import known
+from shardstep.optimizers import layout_policy
 from training import all_same, raised
 
 
@@ -226,7 +226,7 @@ def test_a_class_of_somebody_elses_is_cut_only_if_the_caller_asks(workers):
 def takes_the_known() -> None:
     module = types.ModuleType("lion_pytorch.lion_pytorch")
     kind = type("Lion", (Plain,), {"__module__": module.__name__})
-    assert known.qualified_name(kind) in known.ELEMENTWISE
+    assert layout_policy.qualified_name(kind) in layout_policy.ELEMENTWISE
     assert shardstep.shard(Matrices(), kind)._layouts[0] is Layout.FLAT
     elsewhere = type("Lion", (Plain,), {"__module__": "mine"})
     assert shardstep.shard(Matrices(), elsewhere)._layouts[0] is Layout.WHOLE

@@ -14,8 +14,8 @@ from torch import nn, optim
 import shardstep
 from fast_lane_training import NormScaled, assert_trains_like_ddp, batch, loss_of
 from shardstep import Layout, ShardConfig
+from shardstep.optimizers import costs
 from shardstep.planning.cost import Cost, muon_cost
-from shardstep.stepping import costs
 from training import all_same, assert_ranks_equal, raised
 
 

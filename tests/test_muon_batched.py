@@ -41,7 +41,6 @@ from given_matrices import (
     train,
 )
 from shardstep import Layout, ShardConfig
-from shardstep.comm import collective_gathers, collectives
 from training import assert_ranks_equal, raised
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -140,7 +139,7 @@ def collectives_of_a_step() -> list[str]:
         opt = shard(model, True, {}, ShardConfig())
     found: list[str] = []
     for name in ("reduce", "broadcast", "_reduce_scatter", "_all_gather"):
-        home = dist if hasattr(dist, name) else collectives if hasattr(collectives, name) else collective_gathers
+        home = dist if hasattr(dist, name) else nccl if hasattr(nccl, name) else nccl_gathers
         own = getattr(home, name)
 
         def call(*args: Any, name: str = name, own: Any = own, **options: Any) -> Any:

@@ -18,7 +18,7 @@ import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp, batch, loss_of
 from new_memory import NewMemory
 from shardstep import Layout, ShardConfig
-from shardstep.comm import messages
+from shardstep.comm import gloo
 from shardstep.gradients.packing import GradientPacking
 from shardstep.params.flat import FlatMemory
 from shardstep.planning import make_plan, read_specs
@@ -146,8 +146,8 @@ def test_gradients_that_are_sent_in_half_the_bytes_are_never_joined_in_all_of_th
 
 def count_sends(in_place: float, **options: Any) -> int:
     with (
-        mock.patch.object(messages, "PART_NBYTES", in_place),
-        mock.patch.object(messages.dist, "isend", side_effect=dist.isend) as isend,
+        mock.patch.object(gloo, "PART_NBYTES", in_place),
+        mock.patch.object(gloo.dist, "isend", side_effect=dist.isend) as isend,
     ):
         assert_trains_like_ddp(Net, **options)
     return isend.call_count
@@ -196,7 +196,7 @@ def reduces_in_half() -> list[list[float]]:
     """The mean in bfloat16 on the wire, with messages for every piece and without."""
     results = []
     for in_place in (1, float("inf")):
-        with mock.patch.object(messages, "PART_NBYTES", in_place):
+        with mock.patch.object(gloo, "PART_NBYTES", in_place):
             model = Net()
             config = ShardConfig(bucket_mb=SMALL_BUCKETS, reduce_dtype=torch.bfloat16)
             opt = shardstep.shard(model, optim.AdamW, config=config, lr=0.05)
@@ -376,7 +376,7 @@ def loses_what_arrived(bucket: int) -> None:
         land()
         raise MemoryError
 
-    with mock.patch.object(messages, "IN_FLIGHT_NBYTES", 100):
+    with mock.patch.object(gloo, "IN_FLIGHT_NBYTES", 100):
         if dist.get_rank() == 1:
             reduction.land = fails
             with pytest.raises(MemoryError):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import message_gathers
+from shardstep.comm import gloo_gathers
 from shardstep.comm.gloo_gathers import ChainedReduction
 from shardstep.ddp_zero_hook import hook_with_zero_step, hook_with_zero_step_interleaved, reduce_to_holders
 from test_overlap import batches, delays, model_for, parity, unused_parameters, wrapped
@@ -24,7 +24,7 @@ HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]
 def trains(make_hook: Callable[..., Any]) -> list[str]:
     """In pieces of 16 bytes, so that even these parameters take several."""
     failures = []
-    with mock.patch.object(message_gathers, "RING_PIECE_NBYTES", 16):
+    with mock.patch.object(gloo_gathers, "RING_PIECE_NBYTES", 16):
         for shard, static, view, first in itertools.product([False, True], repeat=4):
             options = {
                 "shard_buckets": shard,

@@ -20,7 +20,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch
 from shardstep import Layout, ShardConfig
-from shardstep.comm import idle, messages
+from shardstep.comm import gloo, idle_check
 from shardstep.comm.comm_timing import Clock, Covered, Tally
 from shardstep.engine.report import Group, Holding, Report, Times
 from shardstep.gradients.passes import GradientPass
@@ -274,13 +274,13 @@ def reports_between_steps(config: ShardConfig, collectives: bool, in_flight: int
     """How many buckets are reduced in a report after a step; and one report finds a pass on the last rank alone."""
     pair, found = pair_of(config, collectives), []
     last = dist.get_rank() == dist.get_world_size() - 1
-    with mock.patch.object(messages, "IN_FLIGHT_NBYTES", in_flight), counted_reductions() as launched:
+    with mock.patch.object(gloo, "IN_FLIGHT_NBYTES", in_flight), counted_reductions() as launched:
         for step in range(3):
             for number, (model, opt) in enumerate(pair):
                 if last:  # the others have no batch
                     model(batch(step)).square().mean().backward()
                 if not number and config.step != "backward":
-                    with mock.patch.object(idle, "PATIENCE", 0.1):
+                    with mock.patch.object(idle_check, "PATIENCE", 0.1):
                         opt.report()
                 opt.step()
                 opt.zero_grad()
@@ -321,7 +321,7 @@ def reports_at_different_times(collectives: bool) -> list[int]:
             # The first time one rank comes when all others have stopped waiting, the last time nobody stops.
             patience = 30.0 if step == 19 else 0.02
             time.sleep(0.2 if step == 0 and dist.get_rank() == 0 else waits.uniform(0, 0.04))
-            with mock.patch.object(idle, "PATIENCE", patience):
+            with mock.patch.object(idle_check, "PATIENCE", patience):
                 pair[0][1].report()
             found.append(len(launched))
     assert all(map(torch.equal, pair[0][0].parameters(), pair[1][0].parameters()))

@@ -14,7 +14,7 @@ from torch import nn, optim
 import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
-from shardstep.comm import message_gathers, messages
+from shardstep.comm import gloo, gloo_gathers
 from shardstep.comm.channel import open_channel
 from shardstep.comm.gloo import GlooMessages
 from shardstep.comm.gloo_gathers import DirectGather
@@ -35,9 +35,9 @@ def on_hosts(body: Callable[..., None], *arguments: Any, **options: Any) -> int:
         original(self, distance)
 
     with (
-        mock.patch.object(messages, "this_host", return_value=bytes([dist.get_rank()]) * 16),
-        mock.patch.object(message_gathers, "RING_NBYTES", 8),
-        mock.patch.object(message_gathers, "RING_PIECE_NBYTES", 16),
+        mock.patch.object(gloo, "this_host", return_value=bytes([dist.get_rank()]) * 16),
+        mock.patch.object(gloo_gathers, "RING_NBYTES", 8),
+        mock.patch.object(gloo_gathers, "RING_PIECE_NBYTES", 16),
         mock.patch.object(DirectGather, "pass_on", counted),
     ):
         body(*arguments, **options)
@@ -122,7 +122,7 @@ def test_nobody_sends_more_than_all_parameters_once(workers):
 
 def hosts_seen() -> tuple[bool, bool]:
     same = GlooMessages(open_channel(None, None))._one_host
-    with mock.patch.object(messages, "this_host", return_value=bytes([dist.get_rank() // 2]) * 16):
+    with mock.patch.object(gloo, "this_host", return_value=bytes([dist.get_rank() // 2]) * 16):
         return same, GlooMessages(open_channel(None, None))._one_host
 
 
@@ -133,7 +133,7 @@ def test_ranks_know_whether_they_share_a_host(workers):
 def bucket_counts() -> tuple[int, int]:
     """Of 20 MB, on one host and on several."""
     together = shardstep.shard(nn.Linear(2000, 2500, bias=False), optim.SGD, lr=0.1)
-    with mock.patch.object(messages, "this_host", return_value=bytes([dist.get_rank()]) * 16):
+    with mock.patch.object(gloo, "this_host", return_value=bytes([dist.get_rank()]) * 16):
         apart = shardstep.shard(nn.Linear(2000, 2500, bias=False), optim.SGD, lr=0.1)
     return len(together._engine.plan.buckets), len(apart._engine.plan.buckets)
 

@@ -17,7 +17,7 @@ import shardstep
 from as_collectives import open_for_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch, loss_of
 from shardstep import ShardConfig
-from shardstep.comm import messages
+from shardstep.comm import gloo
 from shardstep.comm.control import open_poll
 from shardstep.comm.host_groups import Combined
 from training import raised
@@ -87,7 +87,7 @@ class Normalized(nn.Module):
 
 
 def goes_apart_early(odd: str, make: Callable[[], nn.Module]) -> None:
-    with mock.patch.object(messages, "IN_FLIGHT_NBYTES", 100):
+    with mock.patch.object(gloo, "IN_FLIGHT_NBYTES", 100):
         goes_apart(odd, "wait", make)
 
 

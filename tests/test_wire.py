@@ -19,8 +19,8 @@ from as_collectives import by_collectives
 from fast_lane_training import Net, batch, loss_of
 from new_memory import NewMemory
 from shardstep import Layout, ShardConfig
-from shardstep.comm import collective_gathers
-from shardstep.comm import collectives as by_all
+from shardstep.comm import nccl as by_all
+from shardstep.comm import nccl_gathers
 from shardstep.comm.encoding import SCRATCH_NUMEL, Encoding
 from training import assert_ranks_equal, raised
 from wire_by_hand import ADAMW, SMALL, ByHand, assert_like
@@ -123,7 +123,7 @@ def sends(config: ShardConfig, collectives: bool) -> tuple[float, float]:
     with by_collectives() if collectives else nullcontext():
         opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=config)
     ranks, sent = dist.get_world_size(), 0.0
-    isend, gather, scatter = dist.isend, collective_gathers._all_gather, by_all._reduce_scatter
+    isend, gather, scatter = dist.isend, nccl_gathers._all_gather, by_all._reduce_scatter
 
     def count(call: Any, of: Any) -> Any:
         def counted(*args: Any, **options: Any) -> Any:
@@ -137,9 +137,7 @@ def sends(config: ShardConfig, collectives: bool) -> tuple[float, float]:
         sent = 0.0
         with (
             mock.patch.object(dist, "isend", count(isend, lambda args: args[0].nbytes)),
-            mock.patch.object(
-                collective_gathers, "_all_gather", count(gather, lambda args: args[1].nbytes * (ranks - 1))
-            ),
+            mock.patch.object(nccl_gathers, "_all_gather", count(gather, lambda args: args[1].nbytes * (ranks - 1))),
             mock.patch.object(by_all, "_reduce_scatter", count(scatter, lambda args: args[0].nbytes * (ranks - 1))),
         ):
             model(torch.full((2, 301), 0.1 * step)).square().mean().backward()
