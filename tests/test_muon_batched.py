@@ -41,6 +41,7 @@ from given_matrices import (
     train,
 )
 from shardstep import Layout, ShardConfig
+from shardstep.comm import nccl, nccl_gathers
 from training import assert_ranks_equal, raised
 
 # -- options -----------------------------------------------------------------------------------------------------------

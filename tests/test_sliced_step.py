@@ -11,8 +11,8 @@ from torch import optim
 
 from fast_lane_training import assert_trains_like_ddp
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
-from shardstep.stepping import slices
-from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
+from shardstep.optimizers import sliced_step
+from shardstep.optimizers.sliced_step import ElementwiseGroups, SlicedStep
 from test_conformance import ROWS
 from training import assert_same, assert_states_equal, make_params, set_gradients, twins
 
@@ -27,9 +27,9 @@ AS_THEY_ARE = [row for row in ROWS if row not in IN_SLICES]
 @pytest.fixture(autouse=True)
 def tiny_slices(monkeypatch):
     """Slices of 64 elements of float32, two to a block: a few rows of the matrices below."""
-    monkeypatch.setattr(slices, "SLICE_NBYTES", 256)
-    monkeypatch.setattr(slices, "LEAST_NBYTES", 1024)
-    monkeypatch.setattr(slices, "_SLICES_PER_BLOCK", 2)
+    monkeypatch.setattr(sliced_step, "SLICE_NBYTES", 256)
+    monkeypatch.setattr(sliced_step, "LEAST_NBYTES", 1024)
+    monkeypatch.setattr(sliced_step, "_SLICES_PER_BLOCK", 2)
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from shardstep.optimizers.counters import Counters, resume
 from shardstep.optimizers.local_optimizer import build, copy_options, dealt_to, local_groups
 from shardstep.optimizers.optimizer_copy import OptimizerCopy
 from shardstep.optimizers.option_lines import WatchedOptions, class_line, option_lines
+from shardstep.optimizers.sliced_step import ElementwiseGroups, SlicedStep
 from shardstep.params.views import storage_order
 from shardstep.planning import Layout, Plan, make_plan, read_specs
 from shardstep.state.state_dict import check_options, check_state_dict, local_part
-from shardstep.stepping.slices import ElementwiseGroups, SlicedStep
 
 _SCHEDULED = {"lr", "momentum", "betas", "weight_decay"}  # what programs change as they go
 

@@ -213,24 +213,6 @@ def apart(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def has_hooks(optimizer: Optimizer) -> bool:
-    """On its own steps."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-
-
-def step_as_a_part(optimizer: Optimizer) -> Any:
-    """Step an optimizer that is a part of the one that the program steps.
-
-    Hooks on every optimizer's steps are meant for that one: they would be called for every part, each time with a
-    piece. So the class's own function is called, without what torch wraps round it.
-    """
-    step: Any = type(optimizer).step
-    is_as_torch_made_it = getattr(step, "hooked", False) and "step" not in vars(optimizer)
-    if has_hooks(optimizer) or not is_as_torch_made_it:
-        return optimizer.step()
-    return step.__wrapped__(optimizer)
-
-
 class WatchedClosure:
     """Remembers whether an error came from the closure or from the optimizer round it."""
 

@@ -19,6 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.optimizers.local_optimizer import build, is_of_torch
+from shardstep.optimizers.sliced_step import CUT_ANYWHERE, MakeOptimizer
 from shardstep.params.flat import FlatMemory
 from shardstep.params.views import dense_view
 from shardstep.planning import Layout, Piece, Plan
@@ -29,7 +30,6 @@ from shardstep.stepping.element_state import Entry, counts_alike, cut_from_run, 
 from shardstep.stepping.masters import MASTER, NARROW, Masters, is_kept
 from shardstep.stepping.parted_optimizer import PartedOptimizer, placeholder, takes_scaling
 from shardstep.stepping.scaling import Scaling
-from shardstep.stepping.slices import CUT_ANYWHERE, MakeOptimizer
 from shardstep.stepping.steppers import Row, Stepper
 from shardstep.stepping.stochastic_rounding import StochasticRounding, without_counts
 

@@ -17,8 +17,8 @@ from torch.optim import SGD, Optimizer
 
 from shardstep.optimizers.counters import Counters, resume
 from shardstep.optimizers.local_optimizer import copy_options, is_of_torch
+from shardstep.optimizers.sliced_step import ElementwiseGroups, MakeOptimizer, SlicedStep
 from shardstep.stepping.scaling import Scaling
-from shardstep.stepping.slices import ElementwiseGroups, MakeOptimizer, SlicedStep
 
 _OF_PARAMS = ("params", "param_names")
 _MUTABLE = (torch.Tensor, list, dict)

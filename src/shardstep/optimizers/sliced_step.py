@@ -23,7 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.optimizers.layout_trial import probe
-from shardstep.optimizers.local_optimizer import copy_options, has_hooks, is_of_torch, step_as_a_part
+from shardstep.optimizers.local_optimizer import copy_options, is_of_torch
 
 SLICE_NBYTES = 512 * 1024  # a few of these, and what lies between, fit in a core's second-level cache
 _SLICES_PER_BLOCK = 16  # have one optimizer: in the first step, that many have a state of their own at once
@@ -66,7 +66,7 @@ class SlicedStep:
 
     def step(self) -> Any:
         """Returns what the whole's own step returned."""
-        if not self._is_of_torch or has_hooks(self._whole):  # they would see half a step
+        if not self._is_of_torch or _has_hooks(self._whole):  # they would see half a step
             return step_as_a_part(self._whole)
         state = self._whole.state
         large = [
@@ -157,6 +157,24 @@ class _Block:
             tensor.grad = None
             tensor.data = tensor.data.new_empty(0)
         self.optimizer.state.clear()
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """On its own steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def step_as_a_part(optimizer: Optimizer) -> Any:
+    """Step an optimizer that is a part of the one that the program steps.
+
+    Hooks on every optimizer's steps are meant for that one: they would be called for every part, each time with a
+    piece. So the class's own function is called, without what torch wraps round it.
+    """
+    step: Any = type(optimizer).step
+    is_as_torch_made_it = getattr(step, "hooked", False) and "step" not in vars(optimizer)
+    if _has_hooks(optimizer) or not is_as_torch_made_it:
+        return optimizer.step()
+    return step.__wrapped__(optimizer)
 
 
 def _rows_per_slice(param: torch.Tensor) -> int:
