@@ -36,13 +36,13 @@ def tiny_slices(monkeypatch):
 def sliced(monkeypatch) -> list[torch.Size]:
     """The shapes of the parameters that were stepped in slices, one entry per block."""
     seen: list[torch.Size] = []
-    original = slices._Block.step
+    original = sliced_step._Block.step
 
     def watched(self, param, gradient, before):
         seen.append(param.shape)
         original(self, param, gradient, before)
 
-    monkeypatch.setattr(slices._Block, "step", watched)
+    monkeypatch.setattr(sliced_step._Block, "step", watched)
     return seen
 
 
@@ -301,18 +301,18 @@ class Wide(torch.nn.Module):
 def blocks_stepped(train: Any, *arguments: Any, **options: Any) -> int:
     """How many blocks of slices this rank stepped in a training that must equal that of the plain optimizer."""
     count = 0
-    original = slices._Block.step
+    original = sliced_step._Block.step
 
     def watched(self, param, gradient, before):
         nonlocal count
         count += 1
         original(self, param, gradient, before)
 
-    slices._Block.step = watched  # type: ignore[method-assign]
+    sliced_step._Block.step = watched  # type: ignore[method-assign]
     try:
         train(*arguments, **options)
     finally:
-        slices._Block.step = original  # type: ignore[method-assign]
+        sliced_step._Block.step = original  # type: ignore[method-assign]
     return count
 
 
@@ -351,7 +351,7 @@ def test_the_fast_lane_steps_large_pieces_in_slices(workers):
 def test_a_first_step_that_fails_half_way_leaves_no_garbage_and_holds_nothing(monkeypatch):
     pair = Pair(optim.AdamW, {}, shapes=((50, 16),))
     pair.params[0].grad = torch.ones(50, 16)
-    original, calls = slices._Block.step, []
+    original, calls = sliced_step._Block.step, []
 
     def failing(self, param, gradient, before):
         calls.append(self)
@@ -359,7 +359,7 @@ def test_a_first_step_that_fails_half_way_leaves_no_garbage_and_holds_nothing(mo
             raise ArithmeticError
         original(self, param, gradient, before)
 
-    monkeypatch.setattr(slices._Block, "step", failing)
+    monkeypatch.setattr(sliced_step._Block, "step", failing)
 
     def unwritten(self, shape):
         """What nobody has written is often zero by chance."""
