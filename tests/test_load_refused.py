@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS
 from shardstep import ShardConfig, ZeroRedundancyOptimizer
+from shardstep.optimizers.optimizer_copy import OptimizerCopy
 from training import raised
 
 CONFIG = ShardConfig(bucket_mb=SMALL_BUCKETS)
@@ -298,3 +300,35 @@ def loads_a_model_that_was_saved_alone(folder: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_without_an_optimizer_leaves_trained_weights_as_they_were(workers, tmp_path, ranks):
     workers(ranks).run(loads_a_model_that_was_saved_alone, tmp_path, timeout=60)
+
+
+def fails_between_two_collective_commits(folder: Path) -> None:
+    """A plain optimizer between two sharded ones; taking over what was loaded fails on the last rank."""
+
+    def build_three(seed: int) -> tuple[nn.Module, list[Any]]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5), nn.Linear(5, 3))
+        kinds = ("shard", "plain", "shard")
+        return model, [build(kind, optim.AdamW, part, kind) for kind, part in zip(kinds, model, strict=True)]
+
+    model, opts = build_three(3)
+    train(model, opts, range(2))
+    shardstep.save(folder / "three", model, opts)
+    model, opts = build_three(4)
+    take = OptimizerCopy.take
+
+    def runs_out_of_memory(self: OptimizerCopy) -> None:
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            raise MemoryError("no memory is left here")
+        take(self)
+
+    with mock.patch.object(OptimizerCopy, "take", runs_out_of_memory):
+        kind, text = raised(lambda: shardstep.load(folder / "three", model, opts))
+    assert kind in ("RuntimeError", "MemoryError"), text
+    assert "no memory is left here" in text, text
+    shardstep.load(folder / "three", model, opts)  # no rank is left in an exchange of the first call
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_wait_for_one_whose_plain_optimizer_failed_between_two_sharded_ones(workers, tmp_path, ranks):
+    workers(ranks).run(fails_between_two_collective_commits, tmp_path)

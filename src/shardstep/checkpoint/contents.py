@@ -38,6 +38,7 @@ class Loading:
     check: Callable[[], None] = lambda: None  # runs code of the class, which may refuse; changes and sends nothing
     commit: Callable[[], None] = lambda: None  # makes it the optimizer's
     finish: Callable[[], None] = lambda: None  # calls the program's hooks, which see all that is loaded
+    commit_is_collective: bool = False  # all ranks must make that call, or those that do would wait for the others
 
 
 class Trainer(Protocol):

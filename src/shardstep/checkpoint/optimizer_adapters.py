@@ -196,6 +196,7 @@ class FastLane:
             weights.clear()
 
         loading.check, loading.commit = check, commit
+        loading.commit_is_collective = True
         loading.finish = lambda: run_post_hooks(self._optimizer)
         return loading
 

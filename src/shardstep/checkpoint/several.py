@@ -64,6 +64,8 @@ class Several:
 
     def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
         each = [one.load(contents, groups, names & one.parameters.keys()) for one in self._trainers]
+        # Collective commits first: a rank whose own commit fails would leave the others waiting in the next one.
+        in_order = sorted(each, key=lambda loading: not loading.commit_is_collective)
 
         def all_of(steps: list[Callable[[], None]]) -> Callable[[], None]:
             def run() -> None:
@@ -75,6 +77,7 @@ class Several:
         return Loading(
             [wish for loading in each for wish in loading.wishes],
             all_of([loading.check for loading in each]),
-            all_of([loading.commit for loading in each]),
+            all_of([loading.commit for loading in in_order]),
             all_of([loading.finish for loading in each]),
+            any(loading.commit_is_collective for loading in each),
         )
