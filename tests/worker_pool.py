@@ -12,6 +12,12 @@ pool ends its processes after any failure, and the next run starts new ones. A b
 [Note: torch.save, not Connection.send] torch teaches multiprocessing's pickler to send a tensor as a file descriptor of
 shared memory, which stays open as long as the tensor lives; a few thousand of them use up the process's limit.
 `torch.save` into bytes sends plain data, and keeps tensors that share a storage together.
+
+[Note: ranks are forked from a warm server] Importing torch, its compiler's front end (which the first step of an optimizer
+asks for) and shardstep costs seconds of a core. multiprocessing's fork server does so once per pytest process; every rank is
+a fork of it and starts in a few hundredths of a second. The server has imported and done nothing else: it has one
+thread, no process group and no CUDA context, so what a rank finds is what it would have imported itself. Ranks that use
+NCCL are spawned all the same, each from nothing.
 """
 
 from __future__ import annotations
@@ -49,6 +55,10 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 START_SECONDS = 90.0  # to import torch on every rank, on two busy cores
 GRACE_SECONDS = 3.0  # for the other ranks to fail as well, once one has
 LOG_LINES = 30
+WARM_MODULES = [  # see [Note: ranks are forked from a warm server]
+    "torch", "torch._dynamo", "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook", "torch.distributed.checkpoint",
+    "torch.profiler", "hypothesis", "pytest", "_pytest.config", "shardstep", "shardstep.ddp_zero_hook",
+]  # fmt: skip
 
 
 class WorkerFailure(RuntimeError):  # noqa: N818 - the error is elsewhere, this is the report
@@ -144,7 +154,7 @@ class _Crew:
         # The store lives here, on a port that the kernel picks as it binds: no other process can take it in between.
         self._store = dist.TCPStore(LOCALHOST, 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
-        context = multiprocessing.get_context("spawn")
+        context = _context_for(backend)
         with mock.patch.dict(os.environ, _worker_environment()):
             for rank in range(world_size):
                 base = Path(self._directory.name, f"rank{rank}")
@@ -241,6 +251,15 @@ def _output_tail(worker: _Worker) -> list[str]:
     output = worker.seat.log.read_text(errors="replace").splitlines() if worker.seat.log.exists() else []
     lines = [line for line in output if not line.startswith("[Gloo] Rank")]  # Gloo greets every new group
     return [f"--- output of rank {worker.seat.rank}:", *lines[-LOG_LINES:]] if lines else []
+
+
+def _context_for(backend: str) -> Any:
+    """Return how processes start: see [Note: ranks are forked from a warm server]."""
+    if "nccl" in backend:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(WARM_MODULES)
+    return context
 
 
 def _worker_environment() -> dict[str, str]:
