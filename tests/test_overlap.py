@@ -485,10 +485,12 @@ def delays(
         assert_ranks_equal(list(model.parameters()))
 
 
-@pytest.mark.timeout(300)
+# Every seed has other delays. What 200 passes of each find and 40 do not is rare: those are for `make test-slow`.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("passes", [40, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make_hook", HOOKS, ids=lambda hook: hook.__name__)
-def test_random_delays_never_deadlock(workers, make_hook):
-    workers(4).run(delays, make_hook, range(20), 200, timeout=280)
+def test_random_delays_never_deadlock(workers, make_hook, passes):
+    workers(4).run(delays, make_hook, range(20), passes, timeout=580)
 
 
 def issued(make_hook: Callable[..., Any]) -> list[str]:
