@@ -22,8 +22,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/shardstep demo $(ARGS)
 
-# Files side by side in two processes: ranks wait for each other half of their time. PARALLEL= runs one after the other.
-PARALLEL ?= -n 2 --dist loadfile
+# Two processes side by side, as ranks wait for each other half of their time: each begins with half of the tests, and takes
+# over what the other has left when it is done. PARALLEL= runs one after the other.
+PARALLEL ?= -n 2 --dist worksteal
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(ARGS)
