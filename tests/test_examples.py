@@ -67,6 +67,6 @@ def test_a_gpt_is_pretrained_and_goes_on_with_another_number_of_ranks(tmp_path, 
     assert "step 8: loss" not in said, "it does not begin anew"
 
 
-@pytest.mark.parametrize("name", ["train_fast.py", "train_ddp.py"])
+@pytest.mark.parametrize("name", ["train_fast.py", "train_ddp.py", "zero2_by_hand.py"])
 def test_the_first_examples_run(name):
     assert on_ranks(2, name)
