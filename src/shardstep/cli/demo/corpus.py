@@ -1,13 +1,14 @@
-"""harbour.txt as numbers: one token per character, and batches drawn from it."""
+"""The text that the model learns, as numbers: one token per character, and batches drawn from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 
 import torch
 from torch import Tensor
+
+from shardstep.cli.demo.make_text import make_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class Corpus:
 
 
 def load_corpus() -> Corpus:
-    text = files("shardstep.cli.demo").joinpath("harbour.txt").read_text(encoding="utf-8")
+    """Make the demo's text and turn it into tokens; the result is the same on every rank."""
+    text = make_text()
     characters = "".join(sorted(set(text)))
     token_of = {character: token for token, character in enumerate(characters)}
     return Corpus(characters, torch.tensor([token_of[character] for character in text]))
