@@ -14,15 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardstep.cli.demo.corpus import draw_batches, load_corpus
-from shardstep.cli.demo.exchange import Exchange, Tick
+from shardstep.cli.demo.corpus import draw_batches, load_corpus, make_text
+from shardstep.cli.demo.exchange import Exchange, RankMemory, Result, Run, Tick
 from shardstep.cli.demo.gpt import GPT, GPTConfig, next_token_loss
 from shardstep.cli.demo.launch import WorkerError, describe_failure, run_workers
-from shardstep.cli.demo.make_text import make_text
 from shardstep.cli.demo.picture import draw_memory, draw_step, write_pictures
-from shardstep.cli.demo.progress import show_progress
-from shardstep.cli.demo.report import make_table, summarise
-from shardstep.cli.demo.result import RankMemory, Result, Run
+from shardstep.cli.demo.report import make_table, show_progress, summarise
 from shardstep.cli.demo.settings import OPTIMIZERS, Settings
 from shardstep.cli.demo.worker import difference, read_loopback_counter
 from shardstep.format import format_nbytes
@@ -191,8 +188,12 @@ def test_picture_has_a_bar_of_three_layers_for_each_rank_and_run(ranks, tmp_path
     result = make_result(ranks)
     axes = draw_memory(result).axes[0]
     assert len(axes.patches) == 3 * 3 * ranks
-    heights = [patch.get_height() for patch in axes.patches[:9]]
-    assert heights == [4, 4, 8, 4, 4, 8 / ranks, 4, 4 / ranks, 8 / ranks]
+    parameters, gradients, state = ([patch.get_height() for patch in layer] for layer in axes.containers)
+    assert parameters == [4, 4, 4] * ranks
+    assert gradients == [4, 4, 4 / ranks] * ranks
+    assert state == [8, 8 / ranks, 8 / ranks] * ranks
+    for layer, below in ((1, parameters), (2, [4 + height for height in gradients])):
+        assert [patch.get_y() for patch in axes.containers[layer]] == below, "layers are stacked"
     assert axes.get_ylabel() == "memory per rank (MB)"
     for path in write_pictures(result, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")

@@ -11,11 +11,9 @@ from rich.console import Console
 
 from shardstep import __version__
 from shardstep.cli.convert_command import convert_path
-from shardstep.cli.demo.exchange import Exchange
+from shardstep.cli.demo.exchange import Exchange, Result
 from shardstep.cli.demo.launch import WorkerError, run_workers
-from shardstep.cli.demo.progress import show_progress
-from shardstep.cli.demo.report import format_count, make_table, summarise
-from shardstep.cli.demo.result import Result
+from shardstep.cli.demo.report import format_count, make_table, show_progress, summarise
 from shardstep.cli.demo.settings import OPTIMIZERS, SIZES, Settings, find_problems
 from shardstep.cli.exit_codes import FAILED, INTERRUPTED, MISUSED, leave
 from shardstep.cli.inspect_command import inspect_path

@@ -14,13 +14,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
-from shardstep.cli.demo.exchange import Exchange, Tick
-from shardstep.cli.demo.result import Result
+from shardstep.cli.demo.exchange import Exchange, Result, Tick
 from shardstep.cli.demo.settings import Settings
 
 WORKER = "shardstep.cli.demo.worker"
@@ -38,10 +37,17 @@ def run_workers(
     settings: Settings, exchange: Exchange, on_tick: Callable[[Tick], None], worker: str = WORKER
 ) -> Result:
     """Train on `settings.ranks` processes; returns when the last of them has ended."""
-    with exchange.launcher_log.open("wb") as log, _exit_on(signal.SIGTERM, signal.SIGHUP):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(settings.ranks)]
+    command += ["--redirects", "3", "--log-dir", str(exchange.logs), "-m", worker, "--exchange", str(exchange.folder)]
+    command += ["--model", settings.model, "--optimizer", settings.optimizer, "--steps", str(settings.steps)]
+    # The cores this process may use, which in a container are often fewer than the machine has.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with exchange.launcher_log.open("wb") as log, ExitStack() as handlers:
+        for number in (signal.SIGTERM, signal.SIGHUP):  # a killed command must not leave its workers behind
+            handlers.callback(signal.signal, number, signal.signal(number, _exit))
         process = subprocess.Popen(
-            _command(settings, exchange, worker),
-            env={**os.environ, "OMP_NUM_THREADS": str(max(1, _count_cores() // settings.ranks))},
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": str(max(1, cores // settings.ranks))},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -56,21 +62,11 @@ def run_workers(
         raise WorkerError(f"torchrun was killed by {_name_signal(-process.returncode)}.")
     if process.returncode > 0:
         raise WorkerError(describe_failure(exchange))
-    return exchange.read_result()
+    return Result.from_json(exchange.result.read_text(encoding="utf-8"))
 
 
-def _command(settings: Settings, exchange: Exchange, worker: str) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node", str(settings.ranks), "--redirects", "3", "--log-dir", str(exchange.logs)]
-    arguments = ["--exchange", str(exchange.folder), "--model", settings.model, "--optimizer", settings.optimizer]
-    return [*torchrun, "-m", worker, *arguments, "--steps", str(settings.steps)]
-
-
-def _count_cores() -> int:
-    """The cores this process may use, which in a container are often fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # an exception, so that `finally` runs
 
 
 def _follow(process: subprocess.Popen[bytes], exchange: Exchange, on_tick: Callable[[Tick], None]) -> None:
@@ -93,21 +89,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()  # the ranks notice that their parent is gone (worker.py) and end too
             process.wait()
-
-
-@contextmanager
-def _exit_on(*signals: signal.Signals) -> Iterator[None]:
-    """Turn `signals` into SystemExit, so that `finally` runs: a killed command must not leave its workers behind."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    previous = {number: signal.signal(number, leave) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def describe_failure(exchange: Exchange) -> str:

@@ -5,20 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
+from shardstep.cli.demo.exchange import RankMemory, Result
 from shardstep.cli.demo.report import format_count
-from shardstep.cli.demo.result import RankMemory, Result
 from shardstep.format import UNITS, format_nbytes
 
 # Paul Tol's "bright" palette, which colour-blind readers can tell apart; with each, the colour of a number on it.
-LAYERS = (
-    ("parameters", "#4477AA", "white"),
-    ("gradients", "#CCBB44", "black"),
-    ("optimizer state", "#EE6677", "black"),
-)
+LAYERS = {
+    "parameters": ("#4477AA", "white"),
+    "gradients": ("#CCBB44", "black"),
+    "optimizer_state": ("#EE6677", "black"),
+}
 BAR_WIDTH = 0.26
 BAR_STEP = 0.29  # from one bar of a rank to the next
 MAX_RANKS_LABELLED = 4  # with more, the bars are too narrow for numbers and level names
@@ -32,41 +30,64 @@ def write_pictures(result: Result, folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def _make_figure(width: float, height: float) -> Figure:
-    # Figure and canvas by hand: pyplot would look for a window system, and keep the figure alive.
-    figure = Figure(figsize=(width, height))
-    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def draw_memory(result: Result) -> Figure:
+    """A stacked bar for each rank and run."""
+    ranks, runs, has_room = range(result.ranks), result.runs, result.ranks <= MAX_RANKS_LABELLED
     figure = _make_figure(max(8.0, 3.0 + 2.6 * min(result.ranks, MAX_RANKS_LABELLED)), 5.2)
     axes = figure.add_subplot()
-    factor, unit = _pick_unit(max(memory.total for run in result.runs for memory in run.memory))
-    for rank in range(result.ranks):
-        for run, offset in zip(result.runs, _offsets(result), strict=True):
-            _draw_bar(axes, rank + offset, _heights(run.memory[rank], factor), labelled=_has_room(result))
-    _label_axes(axes, result, unit)
-    _add_words(figure, axes, result)
+    # Of a rank's bars, from the middle of them.
+    offsets = [BAR_STEP * (place - (len(runs) - 1) / 2) for place in range(len(runs))]
+    places = [rank + offset for rank in ranks for offset in offsets]
+    factor, unit = _pick_unit(max(memory.total for run in runs for memory in run.memory))
+    _draw_layers(axes, places, [run.memory[rank] for rank in ranks for run in runs], factor, labelled=has_room)
+    axes.set_ylabel(f"memory per rank ({unit})")
+    axes.set_xticks(places, _names(result) * len(ranks), rotation=0 if has_room else 90, fontsize=8 if has_room else 6)
+    _tidy(axes)
+    # A second row under the names of the runs, one entry under the bars of each rank.
+    below = axes.secondary_xaxis(-0.13 if has_room else -0.2)
+    below.set_xticks(list(ranks), [f"rank {rank}" for rank in ranks], weight="bold", fontsize=10 if has_room else 7)
+    below.tick_params(axis="x", length=0)
+    below.spines["bottom"].set_visible(False)
+    model = f"a GPT of {result.numel / 1e6:.1f} M parameters on {format_count(result.ranks, 'rank')}"
+    axes.set_title(f"Memory per rank: {model}", loc="left", fontsize=13, pad=26)
+    most = [format_nbytes(max(held.total for held in run.memory)) for run in runs]
+    finding = f"{most[0]} with {runs[0].name}, {most[-1]} with {runs[-1].name}"
+    subtitle = axes.annotate(finding, (0, 1), (0, 9), xycoords="axes fraction", textcoords="offset points", color="0.3")
+    subtitle.set_in_layout(False)  # it may run over the legend's column, which is empty up there
+    figure.legend(loc="outside right center", frameon=False, reverse=True)  # the top layer first
     return figure
+
+
+def _draw_layers(axes: Axes, places: list[float], bars: list[RankMemory], factor: float, *, labelled: bool) -> None:
+    """Draw one layer of all bars after the other, from the bottom."""
+    bottoms = [0.0] * len(bars)
+    for layer, (colour, ink) in LAYERS.items():
+        heights = [getattr(held, layer) / factor for held in bars]
+        label = layer.replace("_", " ")
+        drawn = axes.bar(places, heights, BAR_WIDTH, bottoms, label=label, color=colour, edgecolor="white", linewidth=1)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        if labelled:
+            inside = [
+                f"{height:.1f}" if height > 0.05 * held.total / factor else ""
+                for height, held in zip(heights, bars, strict=True)
+            ]
+            axes.bar_label(drawn, inside, label_type="center", color=ink, fontsize=9)
+    if labelled:
+        axes.bar_label(drawn, [f"{top:.1f}" for top in bottoms], weight="bold", fontsize=10)
 
 
 def draw_step(result: Result) -> Figure:
     """Time, and bytes where they are known; a panel each."""
-    panels = [("time per step (ms)", [run.seconds_per_step * 1e3 for run in result.runs])]
-    sent = [run.sent_per_rank_and_step for run in result.runs]
-    known = [nbytes for nbytes in sent if nbytes is not None]
-    if len(known) == len(sent):
-        factor, unit = _pick_unit(max(known))
-        panels.append((f"sent per rank and step ({unit})", [nbytes / factor for nbytes in known]))
+    panels = {"time per step (ms)": [run.seconds_per_step * 1e3 for run in result.runs]}
+    sent = [run.sent_per_rank_and_step for run in result.runs if run.sent_per_rank_and_step is not None]
+    if len(sent) == len(result.runs):
+        factor, unit = _pick_unit(max(sent))
+        panels[f"sent per rank and step ({unit})"] = [nbytes / factor for nbytes in sent]
     figure = _make_figure(4.4 * len(panels), 4.2)
-    colours = ("#BBBBBB", "#66CCEE", "#228833")
-    for axes, (label, heights) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        axes.bar(range(len(heights)), heights, 0.62, color=colours)
-        for x, height in enumerate(heights):
-            axes.annotate(f"{height:.1f}", (x, height), (0, 3), textcoords="offset points", ha="center", weight="bold")
-        axes.set_xticks(range(len(heights)), [run.name.replace(" + ", " +\n") for run in result.runs], fontsize=9)
+    for axes, (label, heights) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        bars = axes.bar(range(len(heights)), heights, 0.62, color=("#BBBBBB", "#66CCEE", "#228833"))
+        axes.bar_label(bars, fmt="%.1f", weight="bold")
+        axes.set_xticks(range(len(heights)), _names(result), fontsize=9)
         axes.set_title(label, loc="left", fontsize=11)
         _tidy(axes)
     title = f"One step: a GPT of {result.numel / 1e6:.1f} M parameters on {format_count(result.ranks, 'rank')}"
@@ -74,13 +95,15 @@ def draw_step(result: Result) -> Figure:
     return figure
 
 
-def _has_room(result: Result) -> bool:
-    return result.ranks <= MAX_RANKS_LABELLED
+def _make_figure(width: float, height: float) -> Figure:
+    # Not by pyplot, which would look for a window system, and keep the figure alive.
+    figure = Figure(figsize=(width, height))
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.12)
+    return figure
 
 
-def _offsets(result: Result) -> list[float]:
-    """Of a rank's bars, from its middle."""
-    return [BAR_STEP * (place - (len(result.runs) - 1) / 2) for place in range(len(result.runs))]
+def _names(result: Result) -> list[str]:
+    return [run.name.replace(" + ", " +\n") for run in result.runs]
 
 
 def _pick_unit(highest: float) -> tuple[float, str]:
@@ -94,53 +117,3 @@ def _tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.9")
     axes.set_axisbelow(True)
-
-
-def _heights(memory: RankMemory, factor: float) -> tuple[float, float, float]:
-    """In the order of LAYERS."""
-    return memory.parameters / factor, memory.gradients / factor, memory.optimizer_state / factor
-
-
-def _draw_bar(axes: Axes, x: float, heights: tuple[float, float, float], *, labelled: bool) -> None:
-    bottom = 0.0
-    for height, (_, colour, ink) in zip(heights, LAYERS, strict=True):
-        axes.bar(x, height, BAR_WIDTH, bottom, color=colour, edgecolor="white", linewidth=1)
-        if labelled and height > 0.05 * sum(heights):
-            axes.text(x, bottom + height / 2, f"{height:.1f}", color=ink, ha="center", va="center", fontsize=9)
-        bottom += height
-    if labelled:
-        axes.annotate(
-            f"{bottom:.1f}", (x, bottom), (0, 3), textcoords="offset points", ha="center", weight="bold", fontsize=10
-        )
-
-
-def _label_axes(axes: Axes, result: Result, unit: str) -> None:
-    ranks = range(result.ranks)
-    axes.set_ylabel(f"memory per rank ({unit})")
-    axes.set_xticks(
-        [rank + offset for rank in ranks for offset in _offsets(result)],
-        [run.name.replace(" + ", " +\n") for _ in ranks for run in result.runs],
-        rotation=0 if _has_room(result) else 90,
-        fontsize=8 if _has_room(result) else 6,
-    )
-    _tidy(axes)
-    # A second row under the names of the runs, one entry under the bars of each rank.
-    pairs = axes.secondary_xaxis(-0.13 if _has_room(result) else -0.2)
-    pairs.set_xticks(
-        list(ranks), [f"rank {rank}" for rank in ranks], weight="bold", fontsize=10 if _has_room(result) else 7
-    )
-    pairs.tick_params(axis="x", length=0)
-    pairs.spines["bottom"].set_visible(False)
-
-
-def _add_words(figure: Figure, axes: Axes, result: Result) -> None:
-    model, ranks = f"a GPT of {result.numel / 1e6:.1f} M parameters", format_count(result.ranks, "rank")
-    axes.set_title(f"Memory per rank: {model} on {ranks}", loc="left", fontsize=13, pad=26)
-    plain, fast = result.runs[0], result.runs[-1]
-    most = [format_nbytes(max(memory.total for memory in run.memory)) for run in (plain, fast)]
-    finding = f"{most[0]} with {plain.name}, {most[1]} with {fast.name}"
-    subtitle = axes.annotate(finding, (0, 1), (0, 9), xycoords="axes fraction", textcoords="offset points", color="0.3")
-    subtitle.set_in_layout(False)  # it may run over the legend's column, which is empty up there
-    # In the order in which they are stacked, the top one first.
-    handles = [Patch(color=colour, label=label) for label, colour, _ in reversed(LAYERS)]
-    figure.legend(handles=handles, loc="outside right center", frameon=False)

@@ -27,9 +27,7 @@ SIZES = {
     "small": Size(layers=4, heads=6, width=192, block=64, batch=8),
     "tiny": Size(layers=2, heads=2, width=64, block=32, batch=4),
 }
-
-
-# What the runs are called: without shardstep, with the drop-in, with the fast lane. By what steps the parameters.
+# By optimizer, what the runs are called: without shardstep, with the drop-in, with the fast lane.
 OPTIMIZERS = {
     "adamw": ("DDP + AdamW", "DDP + drop-in", "shard()"),
     "muon": ("DDP + Muon, AdamW", "DDP + drop-in", "shard()"),
@@ -56,14 +54,10 @@ def find_problems(settings: Settings) -> list[str]:
         problems.append(f"--model must be {' or '.join(SIZES)}, got {settings.model!r}.")
     if settings.optimizer not in OPTIMIZERS:
         problems.append(f"--optimizer must be {' or '.join(OPTIMIZERS)}, got {settings.optimizer!r}.")
-    return problems + _problems_with_folder(settings.out)
-
-
-def _problems_with_folder(out: Path) -> list[str]:
-    """Found before the training, not after it, when the picture is to be written."""
-    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    # The folder too: a problem is found before the training, not after it, when the pictures are to be written.
+    nearest = next(path for path in (settings.out, *settings.out.absolute().parents) if path.exists())
     if not nearest.is_dir():
-        return [f"--out must be a folder, but {nearest} is a file; name another one."]
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return [f"--out: {nearest} may not be written to; name another folder."]
-    return []
+        problems.append(f"--out must be a folder, but {nearest} is a file; name another one.")
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problems.append(f"--out: {nearest} may not be written to; name another folder.")
+    return problems

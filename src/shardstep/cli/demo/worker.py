@@ -17,23 +17,28 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from shardstep.cli.demo.contenders import Contender, make_contenders
-from shardstep.cli.demo.corpus import Corpus, draw_batches, load_corpus
-from shardstep.cli.demo.exchange import Exchange, Tick
+import shardstep
+from shardstep.cli.demo.corpus import draw_batches, load_corpus
+from shardstep.cli.demo.exchange import Exchange, RankMemory, Result, Run, Tick
 from shardstep.cli.demo.gpt import GPT, GPTConfig, next_token_loss
-from shardstep.cli.demo.result import RankMemory, Result, Run
 from shardstep.cli.demo.settings import OPTIMIZERS, SIZES, Size
 
+LEARNING_RATE, MUON_RATE = 2e-3, 0.02
 WARMUP_STEPS = 40  # at the full rate from the start, Adam's first steps throw this model onto a plateau
 AT_A_TIME = 10  # steps of one, before the next has its turn: what else the machine does then slows down all alike
 SEED = 7
@@ -43,26 +48,65 @@ NETWORK_COUNTERS = Path("/proc/net/dev")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    corpus: Corpus
-    size: Size
-    steps: int
-    optimizer: str
-    exchange: Exchange
-    device: torch.device
+class Contender:
+    name: str
+    model: nn.Module  # what is called: `bare` itself, or DDP round it
+    bare: nn.Module
+    optimizers: Sequence[Optimizer]  # to step, one after the other
+
+    def measure(self) -> RankMemory:
+        """Count the bytes that this rank holds; called on all ranks, after a step."""
+        if isinstance(self.optimizers[0], shardstep.ShardedOptimizer):
+            held = self.optimizers[0].report().ranks[dist.get_rank()]
+            return RankMemory(held.parameters, held.gradients, held.state)
+        params = list(self.bare.parameters())
+        states = [value for one in self.optimizers for entry in one.state.values() for value in entry.values()]
+        return RankMemory(
+            parameters=sum(param.nbytes for param in params),
+            gradients=sum(param.grad.nbytes for param in params if param.grad is not None),
+            optimizer_state=sum(value.nbytes for value in states if isinstance(value, Tensor)),
+        )
+
+
+def make_contenders(make_model: Callable[[], nn.Module], optimizer: str) -> list[Contender]:
+    zero = partial(shardstep.ZeroRedundancyOptimizer, parameters_as_bucket_view=True)
+    without, with_drop_in, with_shard = OPTIMIZERS[optimizer]
+    fast = make_model()
+    return [
+        _with_ddp(without, make_model(), optimizer, lambda optimizer_class, **group: optimizer_class(**group)),
+        _with_ddp(with_drop_in, make_model(), optimizer, zero),
+        Contender(with_shard, fast, fast, [shardstep.shard(fast, AdamW, groups=_groups(fast, optimizer))]),
+    ]
+
+
+def _with_ddp(name: str, model: nn.Module, optimizer: str, make: Callable[..., Optimizer]) -> Contender:
+    """Each class has an optimizer of its own; `shard` takes several classes at once."""
+    groups = _groups(model, optimizer)
+    optimizers = [make(optimizer_class=group.pop("optimizer", AdamW), **group) for group in groups]
+    # Gradients as views of DDP's buckets: otherwise DDP holds them twice, and the picture would show one of the two.
+    return Contender(name, DistributedDataParallel(model, gradient_as_bucket_view=True), model, optimizers)
+
+
+def _groups(model: nn.Module, optimizer: str) -> list[dict[str, Any]]:
+    """Param groups: everything for AdamW; or the matrices of the blocks for Muon, and the rest for AdamW."""
+    if optimizer == "adamw":
+        return [{"params": list(model.parameters()), "lr": LEARNING_RATE}]
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, param in model.named_parameters():
+        (matrices if ".attention." in name or ".feed_forward." in name else rest).append(param)
+    return [{"params": matrices, "optimizer": Muon, "lr": MUON_RATE}, {"params": rest, "lr": LEARNING_RATE}]
 
 
 class Training:
-    """One contender on this rank."""
+    """One contender on this rank, and what was measured of it."""
 
-    def __init__(self, contender: Contender, job: Job) -> None:
-        self.contender, self._job = contender, job
-        size, seed = job.size, SEED + 1 + dist.get_rank()
-        self._batches = draw_batches(job.corpus, batch=size.batch, block=size.block, seed=seed)
+    def __init__(self, contender: Contender, batches: Iterator[tuple[Tensor, Tensor]], exchange: Exchange) -> None:
+        self.contender, self._batches, self._exchange = contender, batches, exchange
         self._warmups = [LinearLR(one, start_factor=0.05, total_iters=WARMUP_STEPS) for one in contender.optimizers]
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.looped_back: int | None = 0  # bytes that all ranks together sent over this machine's loopback
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._looped_back: list[int] = []  # bytes that all ranks together sent over this machine's loopback
 
     def train(self, steps: int) -> None:
         launcher = os.getppid()
@@ -70,19 +114,19 @@ class Training:
         before = read_loopback_counter()
         for _ in range(steps):
             start = time.perf_counter()
-            self.losses.append(self._step())
-            self.seconds.append(time.perf_counter() - start)
+            self._losses.append(self._step())
+            self._seconds.append(time.perf_counter() - start)
             if dist.get_rank() == 0:
-                self._job.exchange.write_tick(Tick(self.contender.name, len(self.losses), self.losses[-1]))
+                self._exchange.write_tick(Tick(self.contender.name, len(self._losses), self._losses[-1]))
             if os.getppid() != launcher:
                 sys.exit("torchrun is gone, so nobody waits for this rank.")
         dist.barrier()
         after = read_loopback_counter()
-        known = before is not None and after is not None and self.looped_back is not None
-        self.looped_back = self.looped_back + after - before if known else None  # type: ignore[operator]
+        if before is not None and after is not None:
+            self._looped_back.append(after - before)
 
     def _step(self) -> float:
-        tokens, targets = (one.to(self._job.device) for one in next(self._batches))
+        tokens, targets = next(self._batches)
         for optimizer in self.contender.optimizers:
             optimizer.zero_grad()
         loss = next_token_loss(self.contender.model(tokens), targets)
@@ -92,12 +136,22 @@ class Training:
             warmup.step()
         return loss.item()
 
-
-def make_model(job: Job) -> GPT:
-    torch.manual_seed(SEED)
-    size, vocab = job.size, len(job.corpus.characters)
-    model = GPT(GPTConfig(vocab=vocab, block=size.block, layers=size.layers, heads=size.heads, width=size.width))
-    return model.to(job.device)
+    def gather(self, expected: list[Tensor]) -> Run:
+        """Gather what all ranks measured, and how far their parameters are from the `expected` ones."""
+        params = [param.detach() for param in self.contender.bare.parameters()]
+        mine = (self._losses, self.contender.measure(), difference(expected, params))
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        losses, memory, differs_by = zip(*ranks, strict=True)
+        sent = sum(self._looped_back) / len(ranks) / len(self._losses) if self._looped_back else None
+        return Run(
+            name=self.contender.name,
+            losses=tuple(statistics.fmean(of_step) for of_step in zip(*losses, strict=True)),
+            memory=memory,
+            sent_per_rank_and_step=sent,
+            seconds_per_step=statistics.median(self._seconds),
+            differs_by=differs_by,
+        )
 
 
 def read_loopback_counter(counters: Path = NETWORK_COUNTERS) -> int | None:
@@ -123,47 +177,6 @@ def difference(left: list[Tensor], right: list[Tensor]) -> float:
     return furthest / max(a.abs().max().item() for a in left if a.numel())
 
 
-@dataclass
-class OfRank:
-    """What one rank found of one training."""
-
-    losses: list[float]
-    memory: RankMemory
-    differs_by: float
-
-
-def gather_run(training: Training, memory: RankMemory, differs_by: float) -> Run | None:
-    """What all ranks measured, on rank 0; None elsewhere."""
-    mine = OfRank(training.losses, memory, differs_by)
-    ranks: list[OfRank] | None = [mine] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, ranks)
-    if ranks is None:
-        return None
-    steps, looped_back = len(training.losses), training.looped_back
-    return Run(
-        name=training.contender.name,
-        losses=tuple(statistics.fmean(of_step) for of_step in zip(*(one.losses for one in ranks), strict=True)),
-        memory=tuple(one.memory for one in ranks),
-        sent_per_rank_and_step=None if looped_back is None else looped_back / len(ranks) / steps,
-        seconds_per_step=statistics.median(training.seconds),
-        differs_by=tuple(one.differs_by for one in ranks),
-    )
-
-
-def compare(job: Job) -> Result | None:
-    """All trainings in turn; on rank 0 as a result, None elsewhere."""
-    trainings = [Training(one, job) for one in make_contenders(lambda: make_model(job), job.optimizer)]
-    for begin in range(0, job.steps, AT_A_TIME):
-        for training in trainings:
-            training.train(min(AT_A_TIME, job.steps - begin))
-    memory = [training.contender.measure() for training in trainings]
-    params = [[param.detach() for param in training.contender.bare.parameters()] for training in trainings]
-    rows = zip(trainings, memory, params, strict=True)
-    runs = [gather_run(training, held, difference(params[0], own)) for training, held, own in rows]
-    numel = sum(param.numel() for param in params[0])
-    return Result(numel, job.device.type, tuple(run for run in runs if run)) if dist.get_rank() == 0 else None
-
-
 def start() -> torch.device:
     """Join the other ranks; on GPUs, if this machine has some."""
     if not (torch.cuda.is_available() and dist.is_nccl_available()):
@@ -178,6 +191,12 @@ def start() -> torch.device:
     return torch.device("cuda", rank % count)
 
 
+def make_model(vocab: int, size: Size, device: torch.device) -> GPT:
+    torch.manual_seed(SEED)
+    config = GPTConfig(vocab=vocab, block=size.block, layers=size.layers, heads=size.heads, width=size.width)
+    return GPT(config).to(device)
+
+
 @record  # an exception leaves an error file, from which launch.py finds the rank that failed first
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -188,10 +207,18 @@ def main() -> None:
     arguments = parser.parse_args()
 
     device, exchange = start(), Exchange(arguments.exchange)
-    job = Job(load_corpus(), SIZES[arguments.model], arguments.steps, arguments.optimizer, exchange, device)
-    result = compare(job)
-    if result is not None:
-        exchange.write_result(result)
+    corpus, size = load_corpus(), SIZES[arguments.model]
+    contenders = make_contenders(partial(make_model, len(corpus.characters), size, device), arguments.optimizer)
+    draw = partial(draw_batches, corpus, batch=size.batch, block=size.block, seed=SEED + 1 + dist.get_rank())
+    trainings = [Training(one, ((x.to(device), y.to(device)) for x, y in draw()), exchange) for one in contenders]
+    for begin in range(0, arguments.steps, AT_A_TIME):
+        for training in trainings:
+            training.train(min(AT_A_TIME, arguments.steps - begin))
+    expected = [param.detach() for param in contenders[0].bare.parameters()]
+    runs = tuple(training.gather(expected) for training in trainings)
+    if dist.get_rank() == 0:
+        numel = sum(param.numel() for param in expected)
+        exchange.result.write_text(Result(numel, device.type, runs).to_json(), encoding="utf-8")
     dist.destroy_process_group()
 
 
