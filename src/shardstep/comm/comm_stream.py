@@ -15,13 +15,20 @@ from typing import Any
 
 import torch
 
+WITHOUT_STREAMS = {"cpu"}  # types of devices where everything is done when a call returns; tests take the CPU out
+
+
+def streams_of(device: torch.device) -> Any:
+    """Return torch's module of streams and events for a device; None if the device has no streams."""
+    return None if device.type in WITHOUT_STREAMS else torch.get_device_module(device)
+
 
 class CommStream:
     """The communication stream of a device; on the CPU, where everything is done when a call returns, none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._streams: Any = streams_of(device)
         # Of high priority: its kernels are few and short of work, and others wait for them.
         self._stream: Any = None if self._streams is None else self._streams.Stream(device=device, priority=-1)
 

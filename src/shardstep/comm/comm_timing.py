@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardstep.comm.comm_stream import streams_of
 from shardstep.comm.transport import Gather, Parts, Reduction, finish_gathers
 
 Span = tuple[Any, Any]  # two marks
@@ -27,7 +28,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._streams: Any = streams_of(device)
 
     def mark(self) -> Any:
         if self._streams is None:

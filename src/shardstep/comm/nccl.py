@@ -210,7 +210,7 @@ class Collectives:
     def finish(self, gathers: Sequence[Gather]) -> None:
         """Those that were sent together share a trip, and it takes one join."""
         ranges = [gather for gather in gathers if isinstance(gather, EqualRangeGather)]
-        for trip in {gather.trip for gather in ranges if gather.trip is not None}:
+        for trip in dict.fromkeys(gather.trip for gather in ranges if gather.trip is not None):  # in order, each once
             trip.join()
         for gather in ranges:
             gather.trip = None
