@@ -31,6 +31,7 @@ class Call(IntEnum):
 
 
 _PREMISE = bytes(8)  # a digest
+_NO_CALL = b"\xff" + bytes(1 + len(_PREMISE))  # in the place of a record
 _HEAD = 2  # bytes of a record that say what a rank does; the rest is its premise
 _WORDS = {
     Call.PASS: "make another backward pass",
@@ -64,7 +65,9 @@ class CallOrder:
         self._poll = open_poll(channel, _in_words)
         self.idle = IdleCheck(channel)
         self._alone = channel.world_size == 1
+        self.no_call = b"" if self._poll.goes_together else _NO_CALL  # see `prepared_call`
         self._prepared: Call | None = None
+        self._announced: Call | None = None  # by all ranks, in records that carried it
         self._difference = ""
         self.syncs = True  # whether backward passes are reduced: not inside no_sync()
         self.apart = False  # ranks have turned to different things: what is under way will never be complete
@@ -88,11 +91,30 @@ class CallOrder:
         return bytes([turn, self.dropped]) + (self.precondition if turn is Call.STEP else _PREMISE)
 
     def prepare(self, turn: Call) -> None:
-        """This rank is about to announce `turn`. Where records go together, it goes with what is read before that."""
+        """This rank is about to announce `turn`: it goes along with what is told and read before that."""
         self.raise_if_diverged()
         if self._poll.goes_together:
             self._poll.ask(self._record(turn))
-            self._prepared = turn
+        self._prepared, self._announced = turn, None
+
+    @property
+    def prepared_call(self) -> bytes:
+        """What the record of a pass carries of the call that follows: nothing where records go together anyway.
+
+        With messages this saves an exchange: if all ranks' records carry the same call, all have announced it. If not
+        (a rank drops its gradients, makes another pass, looks at its own gradients only), it is announced by itself.
+        """
+        if self._poll.goes_together or self._prepared is None:
+            return self.no_call
+        return self._record(self._prepared)
+
+    def compare_carried(self, answer: Answer) -> None:
+        """Note whether all ranks' records have carried the call that is prepared here. The same on all ranks."""
+        if self._poll.goes_together or self._prepared is None:
+            return
+        own, self._prepared, prepared = self._record(self._prepared), None, self._prepared
+        if all(row.endswith(own) for row in answer.rows()):
+            self._announced = prepared
 
     def announce(self, turn: Call) -> None:
         """Tell the others. With messages they may still be busy with what was before: this does not wait for them.
@@ -102,11 +124,16 @@ class CallOrder:
         """
         if self._alone:
             return
+        prepared, announced = self._prepared, self._announced
+        self._prepared = self._announced = None
         if self._poll.goes_together:
-            if self._prepared is not turn:
+            if prepared is not turn:
                 self._poll.ask(self._record(turn))
-            self._prepared = None
             self.check()
+        elif announced is turn:
+            self.followers = ()
+            if turn is not Call.STEP:  # then another call follows, which no record of a pass carries
+                self._poll.expect(len(self.no_call))
         else:
             self.check()
             self._poll.ask(self._record(turn))

@@ -43,8 +43,6 @@ SUM_BLOCK = 64 * 1024  # elements: what several ranks sent fits into a core's ow
 class GlooMessages:
     """The transport of Gloo. Messages are told apart by tags: ranks may be at different places of a pass."""
 
-    tells_first = True
-
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._check: Check = _nothing_to_check
@@ -72,6 +70,11 @@ class GlooMessages:
 
     def waiting_nbytes(self, largest: int) -> float:
         return IN_FLIGHT_NBYTES + largest
+
+    def post_receives(self, gathers: Sequence[Gather]) -> None:
+        for gather in gathers:
+            assert isinstance(gather, DirectGather), "made here"
+            gather.post_receives()
 
     def send(self, gathers: Sequence[Gather]) -> None:
         send_each(gathers)

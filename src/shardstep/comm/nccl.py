@@ -63,7 +63,6 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Collectives:
     """The transport of NCCL. `group` is a communicator that no other optimizer uses."""
 
-    tells_first = False
     part_nbytes = math.inf
 
     def __init__(
@@ -192,6 +191,9 @@ class Collectives:
             else WholeRangeGather(self._lane, bucket, self._channel, self._broadcast_each, scratch)
             for bucket in memory
         ]
+
+    def post_receives(self, gathers: Sequence[Gather]) -> None:
+        """Collectives have none."""
 
     def send(self, gathers: Sequence[Gather]) -> None:
         """In one launch, which costs the host a fraction of as many, if nobody waits for one of them alone."""

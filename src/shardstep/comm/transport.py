@@ -119,8 +119,6 @@ class Transport(Protocol):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    tells_first: bool  # whether the record of a pass goes before its last buckets, or after all of them
-
     @property
     def part_nbytes(self) -> float:
         """A gradient from this size on is sent from its own memory, smaller neighbours are joined."""
@@ -151,6 +149,12 @@ class Transport(Protocol):
 
     def step_order(self, buckets: int) -> list[list[int]]:
         """Buckets that are stepped together, and then sent; in this order."""
+
+    def post_receives(self, gathers: Sequence[Gather]) -> None:
+        """`expect` of all of these follows, if all ranks go on alike: where there are receives, post them now.
+
+        A message whose receive is posted when it is sent takes one crossing of the network, any other takes two.
+        """
 
     def send(self, gathers: Sequence[Gather]) -> None:
         """This rank's parameters in all of these are final; they were stepped together."""
