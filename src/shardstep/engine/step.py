@@ -214,6 +214,9 @@ class Engine(Planned):
             if self.gradients.rest:
                 self.gradients.make_up_for_a_pass()
             call_order.notify()
+        if turn is Call.STEP:  # what the others send when all have announced it finds its receives posted
+            self.transport.post_receives(self._gathers)
+            self._agreement.expect()
         try:
             late = self.gradients.settle(turn if waits else None)
         except RuntimeError as error:
