@@ -132,7 +132,8 @@ class MessagePoll:
         if self.is_open:
             self.answer()
         self.expect(len(record))
-        assert self._landing is not None and self._landing.shape[1] == len(record), "records of a poll have one length"
+        assert self._landing is not None, "posted by `expect`"
+        assert self._landing.shape[1] == len(record), "records of a poll have one length"
         self.is_open = True
         own = self._landing[self._channel.rank]
         own.copy_(torch.frombuffer(bytearray(record), dtype=torch.uint8))

@@ -277,6 +277,9 @@ class CollectiveReduction:
         self._shard_of, self._reduce, self._widens = shard_of, reduce, widens
         self._trip: Pending | None = None
 
+    def expect(self, places: Sequence[slice], dtype: torch.dtype) -> None:
+        """Collectives have no receives."""
+
     @torch.no_grad()
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
         del places  # the whole bucket is one part

@@ -110,6 +110,9 @@ class _OwnGradients:
     def __init__(self, memory: Memory) -> None:
         self._nothing = memory.own
 
+    def expect(self, places: Sequence[slice], dtype: torch.dtype) -> None:
+        """Nobody sends anything."""
+
     @torch.no_grad()
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
         packed = parts[0][0] if parts[0] else self._nothing

@@ -156,6 +156,7 @@ class GradientPass:
         sent = [b.values.dtype if self._alone else gradient_dtype(b, wire_dtype) for b in memory.buckets]
         self._packing = GradientPacking(memory, params, transport, sent)
         self._titles = memory.titles
+        self._sent_dtypes = sent
         self.order = LaunchOrder([{s.param for s in bucket.bucket.segments} for bucket in memory.buckets])
         self._places = [self._packing.places(bucket) for bucket in range(len(memory.buckets))]
         self._nbytes = [bucket.values.nbytes for bucket in memory.buckets]
@@ -210,6 +211,8 @@ class GradientPass:
         self._move(Phase.FILLING)
         self.order.begin()
         self._poll.expect(1 + 2 * len(self._params) + len(call_order.no_call))
+        for reduction, places, dtype in zip(self._reductions, self._places, self._sent_dtypes, strict=True):
+            reduction.expect(places, dtype)
 
     def end_of_backward(self) -> bool:
         """Autograd is done. Whether there was a pass: something came here, also of parameters that have no bucket."""
