@@ -65,7 +65,8 @@ class CallOrder:
         self._poll = open_poll(channel, _in_words)
         self.idle = IdleCheck(channel)
         self._alone = channel.world_size == 1
-        self.no_call = b"" if self._poll.goes_together else _NO_CALL  # see `prepared_call`
+        # What the record of a pass carries: the call that follows, or none. Where records go together, it need not.
+        self.prepared_call = self.no_call = b"" if self._poll.goes_together else _NO_CALL
         self._prepared: Call | None = None
         self._announced: Call | None = None  # by all ranks, in records that carried it
         self._difference = ""
@@ -91,30 +92,24 @@ class CallOrder:
         return bytes([turn, self.dropped]) + (self.precondition if turn is Call.STEP else _PREMISE)
 
     def prepare(self, turn: Call) -> None:
-        """This rank is about to announce `turn`: it goes along with what is told and read before that."""
+        """This rank is about to announce `turn`: it goes along with what is told and read before that.
+
+        With messages in the record of the pass, as `prepared_call`: that saves an exchange. If all ranks' records carry
+        the same call, all have announced it. If not (a rank drops its gradients, makes another pass, looks at its own
+        gradients only), it is announced by itself.
+        """
         self.raise_if_diverged()
+        self._prepared, self._announced = turn, None
         if self._poll.goes_together:
             self._poll.ask(self._record(turn))
-        self._prepared, self._announced = turn, None
-
-    @property
-    def prepared_call(self) -> bytes:
-        """What the record of a pass carries of the call that follows: nothing where records go together anyway.
-
-        With messages this saves an exchange: if all ranks' records carry the same call, all have announced it. If not
-        (a rank drops its gradients, makes another pass, looks at its own gradients only), it is announced by itself.
-        """
-        if self._poll.goes_together or self._prepared is None:
-            return self.no_call
-        return self._record(self._prepared)
+        else:
+            self.prepared_call = self._record(turn)
 
     def compare_carried(self, answer: Answer) -> None:
         """Note whether all ranks' records have carried the call that is prepared here. The same on all ranks."""
-        if self._poll.goes_together or self._prepared is None:
-            return
-        own, self._prepared, prepared = self._record(self._prepared), None, self._prepared
-        if all(row.endswith(own) for row in answer.rows()):
-            self._announced = prepared
+        own, self.prepared_call = self.prepared_call, self.no_call
+        if own != self.no_call and all(row.endswith(own) for row in answer.rows()):
+            self._announced = self._prepared
 
     def announce(self, turn: Call) -> None:
         """Tell the others. With messages they may still be busy with what was before: this does not wait for them.
@@ -125,7 +120,7 @@ class CallOrder:
         if self._alone:
             return
         prepared, announced = self._prepared, self._announced
-        self._prepared = self._announced = None
+        self._prepared, self._announced, self.prepared_call = None, None, self.no_call
         if self._poll.goes_together:
             if prepared is not turn:
                 self._poll.ask(self._record(turn))

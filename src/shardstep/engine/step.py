@@ -214,7 +214,7 @@ class Engine(Planned):
             if self.gradients.rest:
                 self.gradients.make_up_for_a_pass()
             call_order.notify()
-        if turn is Call.STEP:  # what the others send when all have announced it finds its receives posted
+        if turn is Call.STEP and self._gathers:  # what the others send when all have announced it finds receives
             self.transport.post_receives(self._gathers)
             self._agreement.expect()
         try:
