@@ -36,13 +36,13 @@ def sends_late(opt: shardstep.ShardedOptimizer) -> None:
     """The last rank sends its parameters when the others have long gone on."""
     if dist.get_rank() != dist.get_world_size() - 1:
         return
-    send = opt._engine._send
+    send = opt._engine.runtime.weights.send
 
     def late(buckets: Any) -> None:
-        time.sleep(LATE / len(opt._engine._together))
+        time.sleep(LATE / len(opt._engine.runtime.step_order))
         send(buckets)
 
-    opt._engine._send = late  # type: ignore[method-assign]
+    opt._engine.runtime.weights.send = late  # type: ignore[method-assign]
 
 
 def sharded(model: nn.Module, gather: Any) -> shardstep.ShardedOptimizer:

@@ -75,7 +75,7 @@ def chooses_layouts() -> None:
         (NormScaled, {}, Layout.WHOLE),
     ):
         opt = shardstep.shard(Matrices(), optimizer_class, lr=0.01, **options)
-        assert opt._layouts == [expected], optimizer_class
+        assert opt._engine.runtime.recipe.layouts == [expected], optimizer_class
         assert_trains_like_ddp(Matrices, optimizer_class, {"lr": 0.01, **options})
         if expected is Layout.WHOLE:
             kind, text = raised(
@@ -451,7 +451,7 @@ def refuses_to_clip_nothing() -> None:
         assert f"{clip.__name__}()" in text
         clip(other.parameters(), 1.0)  # nobody else is disturbed
     opt.grad_norms()
-    for shard in opt._engine.gradients.shards():
+    for shard in opt._engine.runtime.gradients.shards():
         shard.mul_(float("nan"))
     assert raised(lambda: opt.clip_grad_norm_(1.0, error_if_nonfinite=True))[0] == "RuntimeError"
 

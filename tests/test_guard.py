@@ -259,7 +259,7 @@ def raises_in_the_middle() -> None:
         model = Net()
         opt = shardstep.shard(model, optim.SGD, lr=0.1)
         loss_of(model, batch(0)).backward()
-        opt._engine._agreement.claim(Claim("step", None, Facts()))  # half a step
+        opt._engine.context.agreement.claim(Claim("step", None, Facts()))  # half a step
         raise ArithmeticError("on the way")
 
     if dist.get_rank() == 0:

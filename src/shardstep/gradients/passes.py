@@ -21,6 +21,7 @@ from enum import Enum
 from threading import Lock
 
 import torch
+from torch import nn
 
 from shardstep.comm.call_order import Call, CallOrder
 from shardstep.comm.channel import Channel
@@ -126,6 +127,21 @@ class LaunchOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientContext:
+    """What gradients of one plan are reduced with."""
+
+    channel: Channel
+    transport: Transport
+    call_order: CallOrder
+    model: nn.Module
+    memory: FlatMemory
+    params: Sequence[torch.Tensor]  # in the plan's order
+    wire_dtype: torch.dtype | None
+    wide: bool  # gradients of fp16 parameters are kept in fp32
+    reuse_memory: bool  # nobody looks at a gradient of an earlier step, so the next may lie where it lay
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """What all ranks know of the passes since the last step: flags by parameter."""
 
@@ -135,32 +151,21 @@ class Settled:
 
 
 class GradientPass:
-    """Made anew with every plan. `params` are in the plan's order."""
+    """Made anew with every plan."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        transport: Transport,
-        call_order: CallOrder,
-        memory: FlatMemory,
-        params: Sequence[torch.Tensor],
-        wire_dtype: torch.dtype | None,
-        *,
-        reuse_memory: bool,
-        wide: bool,
-    ) -> None:
-        """`reuse_memory`: nobody looks at a gradient of an earlier step, so the next may lie where it lay."""
-        self._transport, self._call_order, self._params = transport, call_order, params
+    def __init__(self, given: GradientContext) -> None:
+        channel, transport, memory = given.channel, given.transport, given.memory
+        self._transport, self._call_order, self._params = transport, given.call_order, given.params
         self._alone = channel.world_size == 1
         # One rank sends nothing, in any dtype: what it packs is the mean.
-        sent = [b.values.dtype if self._alone else gradient_dtype(b, wire_dtype) for b in memory.buckets]
-        self._packing = GradientPacking(memory, params, transport, sent)
+        sent = [b.values.dtype if self._alone else gradient_dtype(b, given.wire_dtype) for b in memory.buckets]
+        self._packing = GradientPacking(memory, given.params, transport, sent)
         self._titles = memory.titles
         self._sent_dtypes = sent
         self.order = LaunchOrder([{s.param for s in bucket.bucket.segments} for bucket in memory.buckets])
         self._places = [self._packing.places(bucket) for bucket in range(len(memory.buckets))]
         self._nbytes = [bucket.values.nbytes for bucket in memory.buckets]
-        self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory, wide=wide)
+        self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=given.reuse_memory, wide=given.wide)
         self._reductions: Sequence[Reduction] = transport.reductions(memory.buckets, self._memory.of)
         self._when_landed: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._poll = open_poll(channel)
@@ -173,7 +178,7 @@ class GradientPass:
         self._lost = False  # something arrived and could not be taken in: `drop` is the way out
         self.shards: list[torch.Tensor | None] = [None] * len(self._nbytes)
         self.factor: torch.Tensor | None = None  # by which they are still to be multiplied: the step may do it
-        self._late = bytes(len(params))
+        self._late = bytes(len(given.params))
 
     def _move(self, to: Phase) -> None:
         if (self.phase, to) not in _MOVES:
