@@ -202,7 +202,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         if self._left_out:  # by now another optimizer may have them
             check_stepped(self.model, self._left_out)
             self._left_out = []
-        self._engine.step(self.param_groups, gradient_calls.scaling_of(self, self._engine))
+        scaling = gradient_calls.scaling_of(self, self._engine) if "found_inf" in vars(self) else None
+        self._engine.step(self.param_groups, scaling)
         return loss
 
     @property
@@ -303,8 +304,7 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients: this rank's part of the mean, and whatever `no_sync` has left in `param.grad`."""
-        self._engine.check_not_stepped("zero_grad()")
-        self._engine.runtime.gradients.clear(to_none=set_to_none)
+        self._engine.zero_grad(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -148,7 +148,9 @@ class Engine:
 
     def step(self, groups: ParamGroups, scaling: Scaling | None = None) -> None:
         """Step this rank's part of the weights with the mean gradients, and give every rank all weights."""
-        self.runtime.weights.synchronize()
+        weights = self.runtime.weights
+        if weights.in_flight or weights.failure is not None:  # of the step before, with gather="overlap"
+            weights.synchronize()
         trainable = self.read_preconditions(groups)
         self.announce_call(Call.STEP, groups)
         self.step_together(groups, scaling, trainable)
@@ -234,7 +236,8 @@ class Engine:
             local_step.begin(groups, gradients.used)
         except Exception as error:  # the others wait for what this rank sends; all raise together at the end
             failure = failure or error
-        weights.expect()
+        for gather in weights.gathers:
+            gather.expect()
         streams = runtime.streams
         if streams is not None:
             gradients.land()  # on the stream that took their memory, before there are two
@@ -251,13 +254,14 @@ class Engine:
                         failure = error
                     if number + 1 == len(runtime.step_order):
                         weights.announce_outcome("step", failure)  # it arrives while the last are sent
-                    weights.send(buckets)
+                    if weights.gathers:
+                        weights.send(buckets)
         if not runtime.step_order:
             weights.announce_outcome("step", failure)
         if failure is None:
             local_step.end(groups)
         gradients.stepped()
-        runtime.timing.end_step()
+        runtime.timing.stepped.clear()
         return failure
 
     def _why_not_reduced(self) -> Exception | None:
@@ -275,6 +279,11 @@ class Engine:
         """Return when the weights of the last step are complete for all that is done from now on; raise if a rank
         failed in it."""
         self.runtime.weights.synchronize()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop the gradients, or make them zero."""
+        self.check_not_stepped("zero_grad()")
+        self.runtime.gradients.clear(to_none=set_to_none)
 
     # -- calls that all ranks make ------------------------------------------------------------------------------------
 
@@ -297,8 +306,9 @@ class Engine:
             if runtime.gradients.rest:
                 runtime.gradients.make_up_for_a_pass()
             call_order.notify()
-        if call is Call.STEP:
-            runtime.weights.post_receives()
+        if call is Call.STEP and runtime.weights.gathers:  # what others send when all have announced it finds receives
+            self.context.transport.post_receives(runtime.weights.gathers)
+            self.context.agreement.expect()
         try:
             late = runtime.gradients.settle(call if waits else None)
         except RuntimeError as error:

@@ -47,9 +47,6 @@ class StepAfterBackward:
         """Return why a backward pass failed."""
         return failure
 
-    def end_step(self) -> None:
-        """Do nothing: gradients stay until zero_grad()."""
-
     def gradient_nbytes(self, shards: Sequence[int], largest_bucket: int) -> int:
         """Return how many bytes of `shards` are alive at one time: all."""
         del largest_bucket
@@ -78,7 +75,7 @@ class StepInBackward:
         self._local_step, self._pass, self._groups, self._group_of = local_step, current, groups, group_of
         self._members = [sorted({segment.param for segment in bucket.bucket.segments}) for bucket in memory.buckets]
         self._memory = memory
-        self.stepped: set[int] = set()
+        self.stepped: set[int] = set()  # until step() has stepped the rest
         current.step_when_landed(self.step_bucket)
 
     def step_bucket(self, bucket: int) -> None:
@@ -114,11 +111,6 @@ class StepInBackward:
     def explain(self, failure: Exception) -> Exception:
         """Return the failure of a pass, and what may have happened to the weights."""
         return RuntimeError(f"{failure}. {HALF_STEPPED}")
-
-    def end_step(self) -> None:
-        """`step()` has stepped the rest. Nothing of a pass is kept for the next: some of it is gone already."""
-        self.stepped.clear()
-        self._pass.forget()
 
     def gradient_nbytes(self, shards: Sequence[int], largest_bucket: int) -> int:
         """Return how many bytes of `shards` are alive at one time: if all are used, those of buckets in flight."""

@@ -39,9 +39,9 @@ class Weights:
         self._step_order, self._facts = step_order, facts
         self.gathers = gathers
         self.sender: Sender = context.transport  # or one that is timed
-        self._in_flight = PendingGathers()
+        self.in_flight = PendingGathers()  # by bucket; at the end of them how all ranks fared
         self._announced_by = 0  # the thread that announced the last outcome
-        self._failure: BaseException | None = None  # of some rank in what was sent last, until that thread has raised
+        self.failure: BaseException | None = None  # of some rank in what was sent last, until that thread has raised
         self._restore: tuple[Poll, Callable[[], None]] | None = None  # weights are averages: an error has ended ema()
         self._overlap = context.config.gather == "overlap"
         self.arrivals: WeightArrivals | None = None  # with gather="overlap", or where weights are to be restored
@@ -60,26 +60,14 @@ class Weights:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def post_receives(self) -> None:
-        """Post receives now: what the others send when all have announced a step then takes one crossing."""
-        if self.gathers:
-            self._context.transport.post_receives(self.gathers)
-            self._context.agreement.expect()
-
-    def expect(self) -> None:
-        """Ask for what the other ranks are going to send."""
-        for gather in self.gathers:
-            gather.expect()
-
     def send(self, buckets: Sequence[int]) -> None:
         """Send this rank's range of these buckets."""
-        if self.gathers:
-            sent = {bucket: self.gathers[bucket] for bucket in buckets}
-            send = self.sender.send
-            if is_profiled():
-                send = named(self._memory.titles.of("gather", buckets), send)
-            send(list(sent.values()))
-            self._in_flight.update(sent)
+        sent = {bucket: self.gathers[bucket] for bucket in buckets}
+        send = self.sender.send
+        if is_profiled():
+            send = named(self._memory.titles.of("gather", buckets), send)
+        send(list(sent.values()))
+        self.in_flight.update(sent)
 
     def announce_outcome(self, action: str, failure: BaseException | None) -> None:
         """Tell the other ranks how this one fared. Whoever waits for the weights raises what failed on any rank."""
@@ -87,8 +75,8 @@ class Weights:
         self._await_verdict()
 
     def _await_verdict(self) -> None:
-        self._announced_by, self._failure = threading.get_ident(), None
-        self._in_flight[VERDICT] = None
+        self._announced_by, self.failure = threading.get_ident(), None
+        self.in_flight[VERDICT] = None
 
     def agree_to_send(self, action: str) -> None:
         """Return if all ranks are about to change weights by `action`, and can; raise on all of them otherwise."""
@@ -101,14 +89,15 @@ class Weights:
         self.synchronize()
 
     def _change_and_send(self, action: str, change: Callable[[], None]) -> None:
-        self.expect()
+        for gather in self.gathers:
+            gather.expect()
         failure: BaseException | None = None
         try:
             change()
         except BaseException as error:
             failure = error
         self._context.agreement.claim(Claim(action, failure, self._facts))
-        for buckets in self._step_order:
+        for buckets in self._step_order if self.gathers else ():
             self.send(buckets)
 
     def restore_later(self, poll: Poll, swap_out: Callable[[], None]) -> None:
@@ -119,8 +108,8 @@ class Weights:
         """
         self._restore = (poll, swap_out)
         arrivals = self._watch() if self.arrivals is None else self.arrivals
-        self._in_flight.update(dict.fromkeys(range(len(self._memory.buckets))))
-        arrivals.begin(self._in_flight)
+        self.in_flight.update(dict.fromkeys(range(len(self._memory.buckets))))
+        arrivals.begin(self.in_flight)
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -131,16 +120,16 @@ class Weights:
             try:
                 self._wait_and_raise([VERDICT])
             except BaseException:
-                self.wait_for(list(self._in_flight))  # who catches it goes on with weights that are there
+                self.wait_for(list(self.in_flight))  # who catches it goes on with weights that are there
                 raise
         if self.arrivals is None or self.arrivals.has_readers_that_do_not_ask or now:
             self.synchronize()
         else:
-            self.arrivals.begin(self._in_flight)
+            self.arrivals.begin(self.in_flight)
 
     def synchronize(self) -> None:
         """Return when all weights are complete for what is done from now on; raise if a rank failed in the step."""
-        self._wait_and_raise(list(self._in_flight))
+        self._wait_and_raise(list(self.in_flight))
 
     def _wait_and_raise(self, buckets: Sequence[int]) -> None:
         """Wait for these, and raise what failed on a rank in what was sent last: all ranks have sent, so all know.
@@ -148,10 +137,10 @@ class Weights:
         The thread that announced its outcome raises in any case, also if another one has raised before.
         """
         self._wait(buckets)
-        failure = self._failure
+        failure = self.failure
         if failure is not None:
             if self._announced_by == threading.get_ident():
-                self._failure = None
+                self.failure = None
             raise failure
 
     def wait_for_all(self) -> None:
@@ -159,25 +148,25 @@ class Weights:
         if self._announced_by == threading.get_ident():
             self.synchronize()
         else:
-            self.wait_for(list(self._in_flight))
+            self.wait_for(list(self.in_flight))
 
     def wait_for(self, buckets: Sequence[int]) -> None:
         """For readers of weights in these buckets: whether a rank failed is not asked."""
-        needed = [bucket for bucket in buckets if bucket in self._in_flight and bucket != VERDICT]
+        needed = [bucket for bucket in buckets if bucket in self.in_flight and bucket != VERDICT]
         if needed:  # it is asked before every module's forward
             self._wait(needed)
 
     def wait_before_closing(self) -> None:
         """Wait for weights that were sent; not for ranks that have yet to restore theirs."""
         if self._restore is None:
-            self.wait_for(list(self._in_flight))
+            self.wait_for(list(self.in_flight))
 
     def _wait(self, buckets: Sequence[int]) -> None:
-        if not self._in_flight:
+        if not self.in_flight:
             return
         if self._restore is not None:
-            buckets = list(self._in_flight)  # they come together
-        self._in_flight.wait_for(buckets, self._finish, None if self.arrivals is None else self.arrivals.landed)
+            buckets = list(self.in_flight)  # they come together
+        self.in_flight.wait_for(buckets, self._finish, None if self.arrivals is None else self.arrivals.landed)
         if self.arrivals is not None and not self._overlap:
             self.stop_watching()
 
@@ -188,7 +177,7 @@ class Weights:
                 poll.answer()
             self.agree_to_send("the end of ema()")
             self._change_and_send("the end of ema()", swap_out)
-            gathers = [self._in_flight[bucket] for bucket in buckets]
+            gathers = [self.in_flight[bucket] for bucket in buckets]
         sent = [gather for gather in gathers if gather is not None]
         if sent:
             finish = self.sender.finish
@@ -201,7 +190,7 @@ class Weights:
             try:
                 self._context.agreement.finish()
             except BaseException as error:
-                self._failure = error
+                self.failure = error
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -214,6 +203,6 @@ class Weights:
     def abandon(self) -> None:
         """Forget what is in flight: there is none, unless what was being sent has failed half-way."""
         self.stop_watching()
-        self._in_flight.forget()
+        self.in_flight.forget()
         self._restore = None
         self._context.agreement.is_open = False

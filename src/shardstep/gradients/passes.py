@@ -236,7 +236,8 @@ class GradientPass:
 
         If memory runs out the pass is still to end, as a failed one: this is called again for the rest.
         """
-        self._call_order.raise_if_diverged()
+        if self._call_order.apart:
+            self._call_order.raise_if_diverged()
         if not self.runs:
             self._begin()  # nothing came here, but it did elsewhere
         for bucket in self.order.left():
@@ -356,6 +357,9 @@ class GradientPass:
     def stepped(self) -> None:
         """What comes from now on is for the next step."""
         self._call_order.dropped = False
+        if self._when_landed is not None:  # some gradients are gone already, so none can be added to
+            self.drop_shards()
+            self._packing.forget()
         if self.phase is not Phase.RESTING:
             self._move(Phase.RESTING)
 
@@ -405,11 +409,6 @@ class GradientPass:
         self._failed = False
         self._packing.forget()
         self._late = bytes(len(self._params))
-
-    def forget(self) -> None:
-        """All gradients were stepped, and none is to be added to."""
-        self.drop_shards()
-        self._packing.forget()
 
     def drop_shards(self) -> None:
         self._lost, self.factor = False, None

@@ -54,10 +54,11 @@ class ShardedGradients:
         """
         self.hooks.recover()
         all_rest = call is Call.REPORT and self._call_order.idle.on_all_ranks(self.rest)
-        if self.rest and not all_rest and self._channel.world_size > 1:
-            self.make_up_for_a_pass()
-        if call is not None:
-            self._call_order.prepare(call)
+        if self._channel.world_size > 1:
+            if self.rest and not all_rest:
+                self.make_up_for_a_pass()
+            if call is not None:
+                self._call_order.prepare(call)
         return self.read()
 
     @property
