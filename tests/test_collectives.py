@@ -343,7 +343,7 @@ def trains_where_ranks_are_in_different_numbers_of_groups() -> None:
         first = shardstep.shard(Net(), optim.SGD, lr=0.1)
         second = shardstep.shard(Net(), optim.SGD, lr=0.1)
     assert first._engine.context.transport._group is not second._engine.context.transport._group
-    steps(second._model, second)
+    steps(second.model, second)
     if dist.get_rank() == 0:
         dist.destroy_process_group(alone)
 

@@ -178,7 +178,7 @@ def trains_graph(case: str, config: ShardConfig) -> None:
     make, find_unused = makers[case]
     sharded = assert_trains_like_ddp(make, config=config, find_unused=find_unused, options={"weight_decay": 0.1})
     if case == "unused":
-        names = {param: name for name, param in sharded._model.named_parameters()}
+        names = {param: name for name, param in sharded.model.named_parameters()}
         assert not any(names[param].startswith("never") for param in sharded.state), "it was never stepped"
 
 
