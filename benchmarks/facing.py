@@ -55,7 +55,9 @@ class Program:
 
     def snapshot(self) -> list[torch.Tensor]:
         """Bit for bit: the weights, this rank's state, and the options."""
-        entries = sorted(self.opt._engine.share.entries().items(), key=lambda row: (row[0].param, row[0].start))
+        entries = sorted(
+            self.opt._engine.runtime.local_step.entries().items(), key=lambda row: (row[0].param, row[0].start)
+        )
         state = [entry[key] for _, entry in entries for key in sorted(entry)]
         options = [torch.tensor(float(group["lr"]), dtype=torch.float64) for group in self.opt.param_groups]
         return [torch.as_tensor(value).detach().clone() for value in (*self.model.parameters(), *state, *options)]

@@ -112,8 +112,8 @@ class Job:
         """Bit for bit what the plain optimizer has after `step`: all weights, and this rank's state."""
         truth = self._truth[step]
         rows = [(param.detach().view(-1), truth[name]) for name, param in model.named_parameters()]
-        specs = opt._engine.plan.params
-        entries = opt._engine.share.entries()
+        specs = opt._engine.runtime.plan.params
+        entries = opt._engine.runtime.local_step.entries()
         for piece, entry in entries.items() if step else ():
             for key in ("exp_avg", "exp_avg_sq"):
                 whole = truth[f"{specs[piece.param].name}.{key}"]

@@ -65,7 +65,9 @@ class Contender:
     def tensors(self) -> int:
         """That the optimizer of this rank steps."""
         local = getattr(self.optimizer, "optim", self.optimizer)
-        local = self.optimizer._engine.share.local if isinstance(local, shardstep.ShardedOptimizer) else local
+        local = (
+            self.optimizer._engine.runtime.local_step.local if isinstance(local, shardstep.ShardedOptimizer) else local
+        )
         return sum(param.numel() > 0 for group in local.param_groups for param in group["params"])
 
 

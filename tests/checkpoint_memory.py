@@ -51,7 +51,7 @@ def load(kind: str, folder: str) -> dict[str, int]:
     before = memory("VmRSS")
     shardstep.load(f"{folder}/saved", model, opt)
     took = memory("VmHWM") - before
-    entries = opt._engine.share.entries().values() if kind == "shard" else opt.state.values()
+    entries = opt._engine.runtime.local_step.entries().values() if kind == "shard" else opt.state.values()
     state = sum(value.nbytes for entry in entries for value in entry.values() if isinstance(value, torch.Tensor))
     weights = sum(param.nbytes for param in model.parameters()) // dist.get_world_size()
     return {"took": took, "state": state, "weights": weights}

@@ -113,10 +113,10 @@ def train(model: nn.Module, opt: Any, steps: range) -> None:
 
 def held(opt: shardstep.ShardedOptimizer) -> list[tuple[str, int, int, dict[str, Any]]]:
     """What this rank holds: of each piece its parameter's name, its range, and its state on the CPU."""
-    specs = opt._engine.plan.params
+    specs = opt._engine.runtime.plan.params
     return [
         (specs[piece.param].name, piece.start, piece.stop, {key: on_host(value) for key, value in entry.items()})
-        for piece, entry in opt._engine.share.entries().items()
+        for piece, entry in opt._engine.runtime.local_step.entries().items()
     ]
 
 

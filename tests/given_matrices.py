@@ -52,7 +52,7 @@ class Given(nn.Module):
 def shard(model: nn.Module, batched: bool, options: Options, config: ShardConfig, **others: Any) -> Any:
     with by_batches() if batched else nullcontext():
         opt = shardstep.shard(model, optim.Muon, config=config, **{"lr": LR, **options}, **others)
-    assert [type(one) for one in opt._engine.share.steppers] == [BatchedMuon] * batched
+    assert [type(one) for one in opt._engine.runtime.local_step.steppers] == [BatchedMuon] * batched
     return opt
 
 

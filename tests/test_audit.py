@@ -30,7 +30,7 @@ def one_bit(model: nn.Module, opt: Any) -> None:
 
 def buffer(model: nn.Module, opt: Any) -> None:
     """Written after it followed rank 0."""
-    opt._engine._sync_buffers = lambda: model[1].running_mean.add_(dist.get_rank())
+    opt._engine._sync_buffers = lambda buffers: model[1].running_mean.add_(dist.get_rank())
 
 
 CHANGES = {"2.weight": one_bit, "1.running_mean": buffer}
@@ -76,7 +76,7 @@ def agrees() -> float:
         opt.step()
         opt.zero_grad()
     start = time.perf_counter()
-    opt._engine._audit.check(opt._engine._held(opt.param_groups), [])
+    opt._engine._audit.check(opt._engine._replicated(opt.param_groups), [])
     return time.perf_counter() - start
 
 

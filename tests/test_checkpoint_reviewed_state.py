@@ -51,7 +51,7 @@ def values_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def state_of(opt: Any) -> dict[Any, Any]:
-    return copy.deepcopy(opt._engine.share.entries())
+    return copy.deepcopy(opt._engine.runtime.local_step.entries())
 
 
 def assert_same_state(one: dict[Any, Any], other: dict[Any, Any]) -> None:

@@ -55,7 +55,7 @@ class Halves(Net):
 def trains(config: ShardConfig) -> None:
     with by_collectives():
         opt = assert_trains_like_ddp(Net, config=config)
-        assert isinstance(opt._engine.transport, Collectives)
+        assert isinstance(opt._engine.context.transport, Collectives)
         assert_trains_like_ddp(Net, optim.SGD, {"momentum": 0.9}, config, accumulate=3)
         assert_trains_like_ddp(Normed, config=config)
         assert_trains_like_ddp(Halves, config=config, find_unused=True)
@@ -306,15 +306,15 @@ def takes_communicators() -> None:
         first = shardstep.shard(Net(), optim.SGD, lr=0.1)
         model = Net()
         second = shardstep.shard(model, optim.SGD, lr=0.1)
-        groups = [opt._engine.transport._group for opt in (first, second)]
+        groups = [opt._engine.context.transport._group for opt in (first, second)]
         assert groups[0] is dist.group.WORLD
         assert groups[1] is not dist.group.WORLD
         third = shardstep.shard(model, optim.SGD, lr=0.1)  # closes the second
-        assert third._engine.transport._group is groups[1]
+        assert third._engine.context.transport._group is groups[1]
         if dist.get_rank() == 0:
             del first  # gone here and alive elsewhere: it is not free
         fourth = shardstep.shard(Net(), optim.SGD, lr=0.1)
-        assert fourth._engine.transport._group not in groups
+        assert fourth._engine.context.transport._group not in groups
 
 
 def test_every_optimizer_has_a_communicator_of_its_own(workers):
@@ -342,8 +342,8 @@ def trains_where_ranks_are_in_different_numbers_of_groups() -> None:
     with by_collectives(), mock.patch.dict(host_groups._known, clear=True):
         first = shardstep.shard(Net(), optim.SGD, lr=0.1)
         second = shardstep.shard(Net(), optim.SGD, lr=0.1)
-    assert first._engine.transport._group is not second._engine.transport._group
-    steps(second._model, second)
+    assert first._engine.context.transport._group is not second._engine.context.transport._group
+    steps(second.model, second)
     if dist.get_rank() == 0:
         dist.destroy_process_group(alone)
 

@@ -149,7 +149,7 @@ def events_of_a_step(how: Compile, gather: str, options: dict[str, Any]) -> list
         config=ShardConfig(bucket_mb=0.0005, gather=gather),  # type: ignore[arg-type]
         **ADAMW,
     )
-    engine, seen = opt._engine, []
+    runtime, seen = opt._engine.runtime, []
     names = {param: name for name, param in model.named_parameters()}
     for param in model.parameters():
         param.register_hook(lambda grad, param=param: seen.append(("gradient", names[param])))
@@ -167,8 +167,8 @@ def events_of_a_step(how: Compile, gather: str, options: dict[str, Any]) -> list
         return noted
 
     seen.clear()
-    sender, reducing = engine._sender, engine.gradients.current
-    numbers = {id(gather): number for number, gather in enumerate(engine._gathers)}
+    sender, reducing = runtime.weights.sender, runtime.gradients.current
+    numbers = {id(gather): number for number, gather in enumerate(runtime.weights.gathers)}
     with (
         mock.patch.object(
             sender, "finish", note("wait", sender.finish, lambda rows: [numbers[id(row)] for row in rows])
@@ -210,7 +210,8 @@ class ReadsBetween(Stack):
 
     @torch.compiler.disable
     def read(self, weight: torch.Tensor) -> torch.Tensor:
-        assert self.opt is None or id(weight) not in self.opt._engine._arrivals._missing, "it has arrived"
+        arrivals = None if self.opt is None else self.opt._engine.runtime.weights.arrivals
+        assert arrivals is None or arrivals._in_flight.isdisjoint(arrivals._buckets_of[id(weight)]), "it has arrived"
         return weight.detach().sum()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

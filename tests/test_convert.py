@@ -298,7 +298,9 @@ def loads_narrow(folder: str) -> None:
     for name in ("saved", "again"):
         model, opt = KINDS["averaged"].build(seed=11)
         shardstep.load(f"{folder}/{name}", model, opt)
-        entries = {(piece.param, piece.start): dict(entry) for piece, entry in opt._engine.share.entries().items()}
+        entries = {
+            (piece.param, piece.start): dict(entry) for piece, entry in opt._engine.runtime.local_step.entries().items()
+        }
         found.append((dict(model.state_dict()), entries))
     same(found[0], found[1])
 

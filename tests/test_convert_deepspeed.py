@@ -91,8 +91,8 @@ def loads_sharded(folder: str) -> None:
     opt = shardstep.shard(model, optim.AdamW, lr=1.0, groups=None)
     shardstep.load(f"{folder}/made", model, opt, strict=False)  # one group here, and two there
     told = expected("stage2-bf16")
-    for piece, entry in opt._engine.share.entries().items():
-        name = opt._engine.plan.params[piece.param].name
+    for piece, entry in opt._engine.runtime.local_step.entries().items():
+        name = opt._engine.runtime.plan.params[piece.param].name
         if name in told:
             same(told[name]["master"].reshape(-1)[piece.start : piece.stop], entry[MASTER].reshape(-1), name)
             same(told[name]["exp_avg"].reshape(-1)[piece.start : piece.stop], entry["exp_avg"].reshape(-1), name)

@@ -28,7 +28,7 @@ from fast_lane_training import (
     loss_of,
 )
 from shardstep import Layout, ShardConfig
-from shardstep.gradients.guard import gradient_of
+from shardstep.params.proxy import gradient_of
 from training import assert_ranks_equal, raised
 
 ELEMENTWISE: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
@@ -75,7 +75,7 @@ def chooses_layouts() -> None:
         (NormScaled, {}, Layout.WHOLE),
     ):
         opt = shardstep.shard(Matrices(), optimizer_class, lr=0.01, **options)
-        assert opt._layouts == [expected], optimizer_class
+        assert opt._engine.runtime.recipe.layouts == [expected], optimizer_class
         assert_trains_like_ddp(Matrices, optimizer_class, {"lr": 0.01, **options})
         if expected is Layout.WHOLE:
             kind, text = raised(
@@ -178,7 +178,7 @@ def trains_graph(case: str, config: ShardConfig) -> None:
     make, find_unused = makers[case]
     sharded = assert_trains_like_ddp(make, config=config, find_unused=find_unused, options={"weight_decay": 0.1})
     if case == "unused":
-        names = {param: name for name, param in sharded._model.named_parameters()}
+        names = {param: name for name, param in sharded.model.named_parameters()}
         assert not any(names[param].startswith("never") for param in sharded.state), "it was never stepped"
 
 
@@ -451,7 +451,7 @@ def refuses_to_clip_nothing() -> None:
         assert f"{clip.__name__}()" in text
         clip(other.parameters(), 1.0)  # nobody else is disturbed
     opt.grad_norms()
-    for shard in opt._engine.gradients.shards():
+    for shard in opt._engine.runtime.gradients.shards():
         shard.mul_(float("nan"))
     assert raised(lambda: opt.clip_grad_norm_(1.0, error_if_nonfinite=True))[0] == "RuntimeError"
 

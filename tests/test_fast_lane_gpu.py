@@ -360,8 +360,8 @@ def steps_on_two_streams(layout: Layout) -> None:
     models[1].load_state_dict(models[0].state_dict())
     config = ShardConfig(bucket_mb=9, layout=layout, kernel="torch")  # ours needs one stream
     opt = shardstep.shard(models[0], optim.AdamW, lr=1e-3, fused=True, config=config)
-    streams, groups = opt._engine._streams, opt._engine._together
-    assert (streams is None) == (sum(bucket.own.nbytes for bucket in opt._engine._memory.buckets) < 10e6)
+    streams, groups = opt._engine.runtime.streams, opt._engine.runtime.step_order
+    assert (streams is None) == (sum(bucket.own.nbytes for bucket in opt._engine.runtime.memory.buckets) < 10e6)
     assert len(groups) > 1 or streams is None
     plain = optim.AdamW(models[1].parameters(), lr=1e-3, fused=True)
     for step in range(6):
@@ -393,7 +393,7 @@ def fails_on_one_rank() -> str:
     for step in range(2):
         loss_of(model, batch(step)).backward()
         if step and dist.get_rank() == 1:
-            opt._engine.share.step = broken
+            opt._engine.runtime.local_step.step = broken
         if step:
             return raised(opt.step)[1]
         opt.step()

@@ -110,9 +110,9 @@ class GlobalNorm(NormScaled):
 
 
 def probes_what_does_not_move_yet() -> None:
-    assert shardstep.shard(Matrices(), optim.Adafactor, lr=0.0)._layouts[0] is Layout.WHOLE
-    assert shardstep.shard(Matrices(), NormScaled, lr=1e-9)._layouts[0] is Layout.WHOLE
-    assert shardstep.shard(Matrices(), optim.AdamW, lr=0.0)._layouts[0] is Layout.FLAT
+    assert shardstep.shard(Matrices(), optim.Adafactor, lr=0.0)._engine.runtime.recipe.layouts[0] is Layout.WHOLE
+    assert shardstep.shard(Matrices(), NormScaled, lr=1e-9)._engine.runtime.recipe.layouts[0] is Layout.WHOLE
+    assert shardstep.shard(Matrices(), optim.AdamW, lr=0.0)._engine.runtime.recipe.layouts[0] is Layout.FLAT
     assert "treats all parameters together" in raised(lambda: shardstep.shard(Matrices(), GlobalNorm, lr=0.1))[1]
 
 
@@ -457,7 +457,7 @@ def drops_the_old_plan() -> None:
     gc.collect()
     gc.disable()
     try:
-        old = weakref.ref(opt._engine.share)
+        old = weakref.ref(opt._engine.runtime.local_step)
         model[0].requires_grad_(False)
         model(torch.ones(2, 7)).sum().backward()
         opt.step()

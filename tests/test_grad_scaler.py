@@ -170,7 +170,7 @@ def holds_nothing(unscales: bool, bad_rank: int) -> int:
     assert scaler.get_scale() == 4096.0
     assert model.weight.isfinite().all()
     assert_ranks_equal(list(model.parameters()))
-    return sum(bucket.own.numel() for bucket in opt._engine._memory.buckets if bucket.placed)
+    return sum(bucket.own.numel() for bucket in opt._engine.runtime.memory.buckets if bucket.placed)
 
 
 @pytest.mark.parametrize("bad_rank", [0, 2])

@@ -20,7 +20,7 @@ import shardstep
 from fast_lane_training import Net, batch, loss_of
 from shardstep import ShardConfig
 from shardstep.comm.agreement import Claim, Facts
-from shardstep.gradients.guard import gradient_of
+from shardstep.params.proxy import gradient_of
 from training import raised
 
 
@@ -259,7 +259,7 @@ def raises_in_the_middle() -> None:
         model = Net()
         opt = shardstep.shard(model, optim.SGD, lr=0.1)
         loss_of(model, batch(0)).backward()
-        opt._engine._agreement.claim(Claim("step", None, Facts()))  # half a step
+        opt._engine.context.agreement.claim(Claim("step", None, Facts()))  # half a step
         raise ArithmeticError("on the way")
 
     if dist.get_rank() == 0:

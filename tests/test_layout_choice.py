@@ -205,7 +205,7 @@ def test_an_optimizer_that_talks_to_other_ranks_itself_is_refused(workers):
 
 def trains_after_a_warm_up() -> None:
     sharded = assert_trains_like_ddp(Matrices, WarmsUp, {"lr": 0.01}, steps=50)
-    assert sharded._layouts[0] is Layout.WHOLE
+    assert sharded._engine.runtime.recipe.layouts[0] is Layout.WHOLE
 
 
 def test_what_couples_elements_after_a_warm_up_was_cut(workers):
@@ -214,9 +214,11 @@ def test_what_couples_elements_after_a_warm_up_was_cut(workers):
 
 def obeys_the_caller() -> None:
     flat = ShardConfig(layout=Layout.FLAT, bucket_mb=SMALL_BUCKETS)
-    assert assert_trains_like_ddp(Matrices, Plain, {"lr": 0.01})._layouts[0] is Layout.WHOLE
-    assert assert_trains_like_ddp(Matrices, NotesTheTime, {"lr": 0.01})._layouts[0] is Layout.WHOLE
-    assert assert_trains_like_ddp(Matrices, Plain, {"lr": 0.01}, flat)._layouts[0] is Layout.FLAT
+    assert assert_trains_like_ddp(Matrices, Plain, {"lr": 0.01})._engine.runtime.recipe.layouts[0] is Layout.WHOLE
+    assert (
+        assert_trains_like_ddp(Matrices, NotesTheTime, {"lr": 0.01})._engine.runtime.recipe.layouts[0] is Layout.WHOLE
+    )
+    assert assert_trains_like_ddp(Matrices, Plain, {"lr": 0.01}, flat)._engine.runtime.recipe.layouts[0] is Layout.FLAT
 
 
 def test_a_class_of_somebody_elses_is_cut_only_if_the_caller_asks(workers):
@@ -227,9 +229,9 @@ def takes_the_known() -> None:
     module = types.ModuleType("lion_pytorch.lion_pytorch")
     kind = type("Lion", (Plain,), {"__module__": module.__name__})
     assert layout_policy.qualified_name(kind) in layout_policy.ELEMENTWISE
-    assert shardstep.shard(Matrices(), kind)._layouts[0] is Layout.FLAT
+    assert shardstep.shard(Matrices(), kind)._engine.runtime.recipe.layouts[0] is Layout.FLAT
     elsewhere = type("Lion", (Plain,), {"__module__": "mine"})
-    assert shardstep.shard(Matrices(), elsewhere)._layouts[0] is Layout.WHOLE
+    assert shardstep.shard(Matrices(), elsewhere)._engine.runtime.recipe.layouts[0] is Layout.WHOLE
 
 
 def test_known_elementwise_classes_are_cut(workers):

@@ -140,7 +140,7 @@ def unfreezes_what_was_loaded() -> None:
     model[0].weight.requires_grad_(False)
     opt = sharded(optim.AdamW, "shard", model)
     opt.load_state_dict(old.state_dict())
-    assert all(isinstance(entry["step"], torch.Tensor) for entry in opt._engine.share.parked.values())
+    assert all(isinstance(entry["step"], torch.Tensor) for entry in opt._engine.runtime.local_step.parked.values())
     model[0].weight.requires_grad_(True)
     train(model, opt, range(2))
     assert all(torch.isfinite(param).all() for param in model.parameters())

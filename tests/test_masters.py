@@ -86,7 +86,7 @@ def trains_like_masters_by_hand(
         opt.zero_grad()
         by_hand.step()
     opt.synchronize()
-    assert_equal(model, twin, f"{config}", exact=not opt._engine.share.steppers)
+    assert_equal(model, twin, f"{config}", exact=not opt._engine.runtime.local_step.steppers)
     assert_ranks_equal(list(model.parameters()))
 
 
@@ -447,9 +447,9 @@ def begins_with_given_values() -> None:
     assert all(torch.equal(value, kept[name]) for name, value in values.items())
     for value in values.values():
         dist.broadcast(value, 0)
-    whole = {spec.name: [] for spec in opt._engine.plan.params}
-    for piece, entry in opt._engine.share.entries().items():
-        whole[opt._engine.plan.params[piece.param].name].append((piece.start, entry[MASTER]))
+    whole = {spec.name: [] for spec in opt._engine.runtime.plan.params}
+    for piece, entry in opt._engine.runtime.local_step.entries().items():
+        whole[opt._engine.runtime.plan.params[piece.param].name].append((piece.start, entry[MASTER]))
     for name, param in model.named_parameters():
         for start, master in whole[name]:
             order = (0, 2, 3, 1) if param.dim() == 4 else tuple(range(param.dim()))
@@ -504,7 +504,7 @@ def holds() -> tuple[int, int, int]:
         for value in entry.values()
         if isinstance(value, torch.Tensor) and value.dim()
     )
-    shards = sum(shard.nbytes for shard in opt._engine.gradients.shards())
+    shards = sum(shard.nbytes for shard in opt._engine.runtime.gradients.shards())
     return state, shards, sum(param.numel() for param in model.parameters())
 
 

@@ -37,8 +37,8 @@ class Hidden(nn.Module):
 def trains_like_plain_muon(gradients: str) -> str:
     config = ShardConfig(bucket_mb=0.003, gradients=gradients)
     sharded = assert_trains_like_ddp(Hidden, optim.Muon, {"lr": 0.02}, config, steps=6)
-    assert sharded._layouts[0] is Layout.WHOLE
-    return sharded._engine.plan.digest()
+    assert sharded._engine.runtime.recipe.layouts[0] is Layout.WHOLE
+    return sharded._engine.runtime.plan.digest()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -53,7 +53,7 @@ def test_muon_with_gradients_that_are_kept(workers):
 
 def is_dealt_by_cost() -> list[int]:
     model = Hidden()
-    plan = shardstep.shard(model, optim.Muon, lr=0.02)._engine.plan
+    plan = shardstep.shard(model, optim.Muon, lr=0.02)._engine.runtime.plan
     cost = muon_cost("cpu")
     loads = [0] * plan.world_size
     for spec, rank in zip(plan.params, plan.holders(), strict=True):
@@ -181,7 +181,7 @@ def freezes_and_grows() -> list[str]:
         plain.step()
         twin.zero_grad()
         model.zero_grad()
-        plans.append(opt._engine.plan.digest())
+        plans.append(opt._engine.runtime.plan.digest())
     for name, param in model.named_parameters():
         most = 0.0 if dist.get_world_size() == 2 else 1e-5
         assert torch.allclose(param, twin.get_parameter(name), rtol=most, atol=most), name
@@ -228,7 +228,7 @@ def tries(kind: type[optim.Optimizer], **options: Any) -> int:
     finally:
         costs.try_cost = own
     digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, opt._engine.plan.digest())
+    dist.all_gather_object(digests, opt._engine.runtime.plan.digest())
     assert len(set(digests)) == 1
     return len(tried)
 
@@ -261,7 +261,7 @@ class TakesOnlyTiny(NormScaled):
 def trains_dealt_by_elements() -> float:
     begin = time.perf_counter()
     sharded = assert_trains_like_ddp(Hidden, TakesOnlyTiny, {"lr": 0.05})
-    assert sharded._engine._costs._found[0][-1] == costs.elementwise_cost("cpu")
+    assert sharded._engine.context.costs._found[0][-1] == costs.elementwise_cost("cpu")
     return time.perf_counter() - begin
 
 

@@ -286,7 +286,7 @@ def steps_beside_another_class(dtype: torch.dtype) -> None:
     for batched, model in zip((True, False), models, strict=True):
         with by_batches() if batched else nullcontext():
             opt = shardstep.shard(model, groups=both_classes(), config=ShardConfig(bucket_mb=SMALL))
-        assert [list(one.groups) for one in opt._engine.share.steppers] == ([[0]] if batched else [])
+        assert [list(one.groups) for one in opt._engine.runtime.local_step.steppers] == ([[0]] if batched else [])
         train(model, opt)
         keys = {key for place, entry in opt.state_dict()["state"].items() if place < len(SHAPES) for key in entry}
         assert keys - {"shardstep.master"} <= {"momentum_buffer"}
@@ -335,7 +335,7 @@ def scales(dtype: torch.dtype) -> None:
 
 def by_name(opt: Any) -> dict[str, torch.Tensor]:
     """Momenta of this rank."""
-    entries, params = opt._engine.share.entries(), opt._engine.plan.params
+    entries, params = opt._engine.runtime.local_step.entries(), opt._engine.runtime.plan.params
     return {params[piece.param].name: entry["momentum_buffer"] for piece, entry in entries.items()}
 
 
@@ -350,7 +350,7 @@ def clips() -> None:
     norms = []
     for batched, model in zip((True, False), models, strict=True):
         opt = shard(model, batched, {"nesterov": False, "momentum": 0.0}, ShardConfig(bucket_mb=SMALL))
-        assert opt._engine.share.takes_factor is batched
+        assert opt._engine.runtime.local_step.takes_factor is batched
         for step in range(STEPS):
             model(step).backward()
             norms.append(opt.clip_grad_norm_(0.1).item())

@@ -175,7 +175,7 @@ def trains_like_the_classes(config: ShardConfig, dtype: torch.dtype) -> list[str
     kinds: list[str] = []
     for model, kernel in zip(models, ("auto", "torch"), strict=True):
         opt = shardstep.shard(model, groups=both_classes(), config=replace(config, kernel=kernel))
-        kinds += [type(one).__name__ for one in opt._engine.share.steppers]
+        kinds += [type(one).__name__ for one in opt._engine.runtime.local_step.steppers]
         for step in range(STEPS):
             model(step).backward()
             opt.clip_grad_norm_(1.0)

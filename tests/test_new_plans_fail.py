@@ -19,7 +19,8 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, batch, loss_of
 from shardstep import ShardConfig
-from shardstep.engine.planned import Planned, trainable_of
+from shardstep.engine.context import trainable_of
+from shardstep.engine.step import Engine
 from shardstep.stepping.local_step import LocalStep
 from test_new_plans_refused import WAYS, Biased, everything, is_same
 from training import assert_ranks_equal, raised
@@ -57,7 +58,7 @@ class Faults:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        whole = Planned._closing
+        whole = Engine.closing
 
         @contextmanager
         def closing(engine: Any, *args: Any) -> Iterator[None]:
@@ -68,7 +69,7 @@ class Faults:
                 finally:
                     self.closing = False
 
-        with mock.patch.object(Planned, "_closing", closing):
+        with mock.patch.object(Engine, "closing", closing):
             yield
 
     def watch(self, frame: Any, event: str, argument: Any) -> None:

@@ -59,8 +59,11 @@ def everything(model: nn.Module, opt: Any) -> list[Any]:
     opt.grad_norms()  # all ranks know which gradients there are
     return [
         [param.detach().clone() for param in model.parameters()],
-        [(piece, sorted(entry), *map(str, entry.values())) for piece, entry in opt._engine.share.entries().items()],
-        [(piece, values.clone()) for piece, values in opt._engine.gradients.present()],
+        [
+            (piece, sorted(entry), *map(str, entry.values()))
+            for piece, entry in opt._engine.runtime.local_step.entries().items()
+        ],
+        [(piece, values.clone()) for piece, values in opt._engine.runtime.gradients.present()],
         [[*map(id, group["params"]), str({**group, "params": None})] for group in opt.param_groups],
         [len(param._post_accumulate_grad_hooks or ()) for param in model.parameters()],
         [len(model._forward_hooks), *(len(module._forward_pre_hooks) for module in model.modules())],

@@ -221,13 +221,13 @@ def trains_in_the_same_memory() -> None:
     for step in range(3):
         loss_of(model, batch(step)).backward()
         opt.grad_norms()
-        shards = opt._engine.gradients.current.shards
+        shards = opt._engine.runtime.gradients.current.shards
         places.append([shard.data_ptr() for shard in shards])
         storages = {shard.untyped_storage().data_ptr() for shard in shards}
         assert len(storages) == 1, "one block"
         opt.step()
         opt.zero_grad()
-        assert opt._engine.gradients.current.shards == [None] * len(shards)
+        assert opt._engine.runtime.gradients.current.shards == [None] * len(shards)
         others.append(torch.empty(sum(len(shard) for shard in shards)))  # would get memory that was let go
     assert places[0] == places[1] == places[2]
 
@@ -287,7 +287,7 @@ def trains_on_gradients_with_a_graph() -> None:
             penalized(model, batch(2 * step)).backward(create_graph=True)
             penalized(model, batch(2 * step + 1)).backward(create_graph=True)
         opt.clip_grad_norm_(1.0)
-        assert not any(shard.requires_grad for shard in opt._engine.gradients.current.shards)
+        assert not any(shard.requires_grad for shard in opt._engine.runtime.gradients.current.shards)
         opt.step()
         opt.zero_grad(set_to_none=step % 2 == 0)
 
@@ -303,7 +303,7 @@ def fails_to_pack_once() -> None:
     model = nn.Linear(40, 30)
     opt = shardstep.shard(model, optim.SGD, config=ShardConfig(bucket_mb=0.002), lr=1.0)
     before = model.weight.detach().clone()
-    pack, calls = opt._engine.gradients.current._packing.pack, []
+    pack, calls = opt._engine.runtime.gradients.current._packing.pack, []
 
     def fails(bucket: int) -> Any:
         calls.append(bucket)
@@ -311,7 +311,7 @@ def fails_to_pack_once() -> None:
             raise MemoryError
         return pack(bucket)
 
-    opt._engine.gradients.current._packing.pack = fails
+    opt._engine.runtime.gradients.current._packing.pack = fails
     with pytest.raises(MemoryError):
         (100 * model(torch.ones(1, 40)).sum()).backward()
     opt.zero_grad()
@@ -337,16 +337,16 @@ def two_alike() -> tuple[nn.Module, nn.Module, Any, Any]:
 def fails_to_pack_on_one_rank(bucket: int) -> None:
     """Memory runs out on rank 1; the others wait for what it would have sent."""
     model, twin, opt, other = two_alike()
-    pack = opt._engine.gradients.current._packing.pack
+    pack = opt._engine.runtime.gradients.current._packing.pack
 
     def fails(number: int) -> Any:
         if number == bucket:
-            opt._engine.gradients.current._packing.pack = pack
+            opt._engine.runtime.gradients.current._packing.pack = pack
             raise MemoryError
         return pack(number)
 
     if dist.get_rank() == 1:
-        opt._engine.gradients.current._packing.pack = fails
+        opt._engine.runtime.gradients.current._packing.pack = fails
         with pytest.raises(MemoryError):
             model(torch.ones(1, 40)).sum().backward()
     else:
@@ -369,7 +369,7 @@ def test_memory_that_runs_out_on_one_rank_hangs_nobody(workers, bucket):
 def loses_what_arrived(bucket: int) -> None:
     """Memory runs out on rank 1 when a bucket that has arrived is summed: it was sent, and is not sent again."""
     model, twin, opt, other = two_alike()
-    reduction = opt._engine.gradients.current._reductions[bucket]
+    reduction = opt._engine.runtime.gradients.current._reductions[bucket]
     land = reduction.land
 
     def fails() -> None:
@@ -466,7 +466,7 @@ def sends_in_order(unused: bool) -> list[str]:
     """What this rank sends in a pass: the part of a bucket, or which gradients came."""
     model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 7))
     opt = shardstep.shard(model, optim.SGD, config=ShardConfig(bucket_mb=0.0002), lr=0.1)
-    current = opt._engine.gradients.current
+    current = opt._engine.runtime.gradients.current
     names = {reduction.tag: f"bucket {number}" for number, reduction in enumerate(current._reductions)}
     names[current._poll.tag] = "record"
     sent = []

@@ -59,7 +59,7 @@ def reports(dtype: torch.dtype, config: ShardConfig, collectives: bool) -> Repor
         return sum(entry[key].nbytes for entry in entries if key in entry)
 
     unused = 64 * len(report.buckets) * 8  # padding: at most so much in each bucket, and each of its ranges
-    memory, gradients = opt._engine._memory, opt._engine.gradients
+    memory, gradients = opt._engine.runtime.memory, opt._engine.runtime.gradients
     assert sum(param.nbytes for param in model.parameters()) <= own.parameters
     assert own.parameters == storage_of([bucket.values for bucket in memory.buckets])
     if config.gradients == "keep":
@@ -68,7 +68,7 @@ def reports(dtype: torch.dtype, config: ShardConfig, collectives: bool) -> Repor
         assert own.gradients == sum(shard.nbytes for shard in gradients.shards())
     assert held(MASTER) <= own.masters <= held(MASTER) + unused * (held(MASTER) > 0)
     assert held(AVERAGE) <= own.average <= held(AVERAGE) + unused * (held(AVERAGE) > 0)
-    local = opt._engine.share.local.state.values()
+    local = opt._engine.runtime.local_step.local.state.values()
     assert own.state == sum(value.nbytes for entry in local for value in entry.values())
     assert held("exp_avg") + held("exp_avg_sq") <= own.state
     assert own.held == own.parameters + own.gradients + own.masters + own.state + own.average
@@ -134,7 +134,7 @@ def reports_two_classes() -> Report:
     model.embed.requires_grad_(False)
     iterate(model, opt, 2)
     report = opt.report()
-    frozen, moving = model.embed.parameters(), opt._engine._memory.buckets
+    frozen, moving = model.embed.parameters(), opt._engine.runtime.memory.buckets
     held = storage_of([bucket.values for bucket in moving]) + sum(param.nbytes for param in frozen)
     assert report.ranks[dist.get_rank()].parameters == held
     return report
@@ -354,13 +354,13 @@ def measures(config: ShardConfig, collectives: bool) -> Report:
     model = Net()
     with by_collectives() if collectives else nullcontext():
         opt = shardstep.shard(model, optim.AdamW, lr=0.01, config=config)
-    plain, engine = Net(), opt._engine
+    plain, weights = Net(), opt._engine.runtime.weights
     other = shardstep.shard(plain, optim.AdamW, lr=0.01, config=config)
-    before = engine._sender
+    before = weights.sender
     with opt.measured():
         iterate(model, opt, 3)
         opt.synchronize()
-    assert engine._sender is before, "what measures is gone"
+    assert weights.sender is before, "what measures is gone"
     iterate(model, opt, 2)
     for steps in (3, 2):
         iterate(plain, other, steps)
@@ -424,7 +424,7 @@ def profiles(config: ShardConfig, collectives: bool) -> list[str]:
     with by_collectives() if collectives else nullcontext():
         opt = shardstep.shard(model, optim.AdamW, lr=0.01, config=config)
     iterate(model, opt)
-    assert not opt._engine._memory.titles._made, "nobody looks"
+    assert not opt._engine.runtime.memory.titles._made, "nobody looks"
     with profile(activities=[ProfilerActivity.CPU]) as found:
         iterate(model, opt)
         opt.synchronize()

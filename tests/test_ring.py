@@ -135,7 +135,7 @@ def bucket_counts() -> tuple[int, int]:
     together = shardstep.shard(nn.Linear(2000, 2500, bias=False), optim.SGD, lr=0.1)
     with mock.patch.object(gloo, "this_host", return_value=bytes([dist.get_rank()]) * 16):
         apart = shardstep.shard(nn.Linear(2000, 2500, bias=False), optim.SGD, lr=0.1)
-    return len(together._engine.plan.buckets), len(apart._engine.plan.buckets)
+    return len(together._engine.runtime.plan.buckets), len(apart._engine.runtime.plan.buckets)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -65,7 +65,7 @@ class OptimizerCopy:
     @property
     def tensors(self) -> int:
         """That the local optimizer steps."""
-        groups = self.opt._engine.share.local.param_groups
+        groups = self.opt._engine.runtime.local_step.local.param_groups
         return sum(param.numel() > 0 for group in groups for param in group["params"])
 
 

@@ -78,8 +78,8 @@ def trains_both(config: ShardConfig, collectives: bool) -> None:
     model = Blocks()
     with by_collectives() if collectives else nullcontext():
         opt = shardstep.shard(model, groups=both_groups(), config=config)
-    assert opt._layouts == [Layout.WHOLE, Layout.FLAT]
-    kinds = {isinstance(bucket.ranges, WholeRanges) for bucket in opt._engine.plan.buckets}
+    assert opt._engine.runtime.recipe.layouts == [Layout.WHOLE, Layout.FLAT]
+    kinds = {isinstance(bucket.ranges, WholeRanges) for bucket in opt._engine.runtime.plan.buckets}
     assert kinds == {True, False}
     trains([opt], model, exact=dist.get_world_size() <= 2)
 
@@ -106,7 +106,7 @@ def test_muon_and_adamw_with_collectives(workers, ranks):
 def reduces_early(groups: list[dict[str, Any]]) -> list[set[str]]:
     """Of each bucket, in the order in which they are reduced, the modules that it waits for."""
     opt = shardstep.shard(Blocks(), groups=groups, config=ShardConfig(bucket_mb=SMALL_BUCKETS))
-    plan = opt._engine.plan
+    plan = opt._engine.runtime.plan
     return [{plan.params[segment.param].name.rpartition(".")[0] for segment in b.segments} for b in plan.buckets]
 
 

@@ -45,8 +45,7 @@ def trains_alike(options: dict[str, Any], settings: dict[str, Any], dtype: torch
                     loss_without(model, batch(step).to(dtype), skips).backward()
             if step == 2:
                 loss_without(model, batch(step).to(dtype), skips).backward()
-            if opt._engine._in_backward is not None:
-                early += len(opt._engine._in_backward.stepped)
+            early += len(opt._engine.runtime.timing.stepped)
             opt.step()
             opt.zero_grad()
             scheduler.step()
@@ -83,7 +82,7 @@ def holds_few_gradients() -> tuple[int, int]:
     """The most bytes of reduced gradients at a time, and all of them."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(12)])
     opt = shardstep.shard(model, optim.SGD, lr=0.1, config=ShardConfig(step="backward", bucket_mb=64 * 65 * 4 / 1e6))
-    current = opt._engine.gradients.current
+    current = opt._engine.runtime.gradients.current
     most = 0
     launch = current._launch
 
@@ -97,7 +96,7 @@ def holds_few_gradients() -> tuple[int, int]:
         loss_of(model, batch(step, 64)).backward()
         opt.step()
         opt.zero_grad()
-    return most, sum(bucket.own.nbytes for bucket in opt._engine._memory.buckets)
+    return most, sum(bucket.own.nbytes for bucket in opt._engine.runtime.memory.buckets)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -167,7 +166,7 @@ def never_zeroes() -> None:
         for step in range(3):
             loss_of(model, batch(step)).backward()
             opt.step()
-            if opt._config.step == "after":
+            if opt.config.step == "after":
                 opt.zero_grad()
             elif step == 1:
                 before = [param.detach().clone() for param in model.parameters()]
@@ -205,7 +204,7 @@ def test_a_weight_that_backward_still_needs_raises(workers, ranks):
 def lets_go_of_the_old_plan() -> None:
     model = six_layers()
     opt = shardstep.shard(model, optim.SGD, lr=0.1, config=ShardConfig(step="backward", bucket_mb=0.0002))
-    old = weakref.ref(opt._engine._memory)
+    old = weakref.ref(opt._engine.runtime.memory)
     gc.disable()
     try:
         for step in range(2):
@@ -239,7 +238,11 @@ def keeps_as_many_shards_as_predicted(collectives: bool) -> None:
             model(torch.full((2, 16), 0.1 * step)).square().mean().backward()
             opt.step()
             opt.zero_grad()
-    assert most == opt._engine._gradient_nbytes() < sum(bucket.own.nbytes for bucket in opt._engine._memory.buckets) / 3
+    assert (
+        most
+        == opt._engine.runtime.gradient_nbytes()
+        < sum(bucket.own.nbytes for bucket in opt._engine.runtime.memory.buckets) / 3
+    )
 
 
 @pytest.mark.parametrize("collectives", [False, True], ids=["messages", "collectives"])

@@ -155,13 +155,13 @@ def fails_beside_an_evaluation(collectives: bool) -> list[str]:
     model = Fragile()
     with by_collectives() if collectives else nullcontext():
         opt = shardstep.shard(model, optim.SGD, lr=0.5, config=CONFIGS["shard"])
-    ends, end = [], opt._engine.gradients.current.end
+    ends, end = [], opt._engine.runtime.gradients.current.end
 
     def noted(**options: Any) -> None:
         ends.append(threading.current_thread() is threading.main_thread())
         end(**options)
 
-    opt._engine.gradients.current.end = noted
+    opt._engine.runtime.gradients.current.end = noted
     found = []
     with Other(lambda: evaluates(model)):
         for step in range(4):

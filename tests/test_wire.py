@@ -206,13 +206,13 @@ def takes_no_memory_to_send(config: ShardConfig, collectives: bool) -> int:
     model = nn.Sequential(nn.Linear(90, 700), nn.Tanh(), nn.Linear(700, 300))
     with by_collectives() if collectives else nullcontext():
         opt = shardstep.shard(model, optim.AdamW, lr=1e-3, config=config)
-    send, memory = opt._engine._send, NewMemory()
+    send, memory = opt._engine.runtime.weights.send, NewMemory()
 
     def watched(buckets: Any) -> None:
         with memory:
             send(buckets)
 
-    with mock.patch.object(opt._engine, "_send", watched):
+    with mock.patch.object(opt._engine.runtime.weights, "send", watched):
         for step in range(2):
             model(torch.full((2, 90), 0.1 * step)).square().mean().backward()
             opt.step()
@@ -240,7 +240,7 @@ def gathers_in_one_launch(collectives: bool = True) -> list[int]:
     by_hand = ByHand(twin, optim.AdamW, config, **ADAMW)
     with by_collectives() if collectives else nullcontext():
         opt = shardstep.shard(model, optim.AdamW, **ADAMW, config=config)
-    transport, together = opt._engine.transport, []
+    transport, together = opt._engine.context.transport, []
     gather = transport._gather_together
 
     def counted(outputs: Any, inputs: Any) -> None:

@@ -30,11 +30,11 @@ def saves_exact_values(folder: Path, config: ShardConfig) -> None:
         opt.zero_grad()
     opt.synchronize()
     shardstep.save(folder / "checkpoint", model, opt)
-    names = [spec.name for spec in opt._engine.plan.params]
+    names = [spec.name for spec in opt._engine.runtime.plan.params]
     exact = {(names[piece.param], piece.start): values.clone() for piece, values in exact_of(opt).items()}
     moments = {
         (names[piece.param], piece.start): entry["exp_avg"].clone()
-        for piece, entry in opt._engine.share.entries().items()
+        for piece, entry in opt._engine.runtime.local_step.entries().items()
         if "exp_avg" in entry
     }
     torch.save((exact, moments, model.state_dict()), folder / f"exact-{dist.get_rank()}.pt")
@@ -49,7 +49,7 @@ def loads_exact_values(folder: Path, saved_by: int, config: ShardConfig) -> None
     shardstep.load(folder / "checkpoint", model, opt)
     loaded = {name: param.detach() for name, param in model.named_parameters()}
     if config.wire is not None:
-        names = [spec.name for spec in opt._engine.plan.params]
+        names = [spec.name for spec in opt._engine.runtime.plan.params]
         for name, param in loaded.items():
             assert torch.equal(param, rounded[name]), name
         loaded = {name: param.clone() for name, param in loaded.items()}
@@ -95,7 +95,7 @@ def loads_a_checkpoint_of_exact_weights(folder: Path, dtype: torch.dtype) -> Non
     shardstep.save(folder, saved, opt)
     exact = {
         (piece.param, piece.start): entry["shardstep.master"].clone()
-        for piece, entry in opt._engine.share.entries().items()
+        for piece, entry in opt._engine.runtime.local_step.entries().items()
         if "shardstep.master" in entry
     }
     weights = [param.detach().clone() for param in saved.parameters()]
@@ -186,7 +186,7 @@ def finds_the_truth_of_frozen_weights(
             assert torch.equal(found[name], values), name
     if config.wire is None:
         assert torch.equal(model.first.weight, truth["first.weight"])
-        assert not any("shardstep.master" in entry for entry in opt._engine.share.entries().values())
+        assert not any("shardstep.master" in entry for entry in opt._engine.runtime.local_step.entries().values())
         return
     assert torch.equal(model.first.weight, truth["first.weight"].bfloat16().float())
     model.first.weight.requires_grad_(True)
@@ -274,7 +274,7 @@ def leaves_nothing_over(freeze: bool) -> None:
         if not (freeze and name == "first.weight"):  # docs/limits.md: only shardstep.load gives it to all ranks
             assert torch.equal(param, truth[name]), name
     assert_ranks_equal(list(other.parameters()))
-    keys = {key for entry in plain._engine.share.entries().values() for key in entry}
+    keys = {key for entry in plain._engine.runtime.local_step.entries().values() for key in entry}
     assert not {key for key in keys if key.startswith("shardstep.")}, keys
     train(other, plain, range(3, 5))
     # Weights that are not what the masters were rounded to are somebody's own: they stay.

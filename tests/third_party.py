@@ -172,7 +172,7 @@ def train_sharded(kind: type[Optimizer], layout: Layout, steps: int) -> tuple[nn
         opt.zero_grad()
     opt.synchronize()
     opt.close()
-    return model, opt._layouts[0]
+    return model, opt._engine.runtime.recipe.layouts[0]
 
 
 def difference(ours: nn.Module, plain: nn.Module) -> float:

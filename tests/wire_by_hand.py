@@ -63,16 +63,16 @@ def assert_like(model: nn.Module, by_hand: ByHand, context: str) -> None:
 
 
 def exact_of(opt: shardstep.ShardedOptimizer) -> dict[Any, torch.Tensor]:
-    masters = opt._engine.share.masters
+    masters = opt._engine.runtime.local_step.masters
     assert masters is not None
     return masters.of_encoded()
 
 
 def truth_of(opt: shardstep.ShardedOptimizer) -> dict[str, torch.Tensor]:
     """The exact values of every parameter, on every rank: masters put together, or weights that have none."""
-    specs = opt._engine.plan.params
+    specs = opt._engine.runtime.plan.params
     found = [param.detach().clone().reshape(-1) for group in opt.param_groups for param in group["params"]]
-    entries = opt._engine.share.entries()
+    entries = opt._engine.runtime.local_step.entries()
     own = [(p.param, p.start, p.stop, entry[MASTER]) for p, entry in entries.items() if MASTER in entry]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)

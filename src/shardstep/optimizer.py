@@ -16,51 +16,36 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.comm.agreement import Claim, Facts, agree
+from shardstep.comm.call_order import Call
 from shardstep.comm.channel import accelerator_among, open_channel
 from shardstep.comm.host_groups import FORKED, Forked
 from shardstep.config import ShardConfig
+from shardstep.engine import gradient_calls, state_calls
+from shardstep.engine.build import make_recipe
+from shardstep.engine.context import Recipe, params_of, trainable_of
 from shardstep.engine.join import FastLaneJoinHook
-from shardstep.engine.make_step import Recipe
-from shardstep.engine.planned import params_of, trainable_of
-from shardstep.engine.registry import check_stepped, check_unowned, close_earlier, take
-from shardstep.engine.report import Report, describe_groups
+from shardstep.engine.registry import check_stepped, close_earlier, take
+from shardstep.engine.report import Report, make_report, measured
+from shardstep.engine.state_calls import CheckpointView
 from shardstep.engine.step import Engine
 from shardstep.engine.validation import (
-    check_apart,
-    check_lookups,
-    check_model,
-    check_parameters,
+    check_added_group,
+    check_sharded,
+    find_warnings,
+    group_lines,
+    name_parameters,
     parameters_of,
     read_group,
-    read_groups,
 )
-from shardstep.gradient_surface import GradientSurface
-from shardstep.gradients.grad_scaler import Unscaled, unscale_kept
-from shardstep.gradients.guard import guard, release
-from shardstep.gradients.inside_ddp import refuse_ddp
-from shardstep.optimizers.layout_policy import choose_layouts, why_uneven
-from shardstep.optimizers.local_optimizer import (
-    build,
-    check_optimizer_class,
-    check_shapes,
-    check_takes_no_closure,
-    copy_options,
-    is_of_torch,
-    without_params,
-)
-from shardstep.optimizers.option_lines import class_line, option_keys, option_lines
-from shardstep.optimizers.several_classes import check_class, read_classes, shared_options, with_own_options
-from shardstep.planning import Layout, Plan, read_specs
-from shardstep.state_surface import StateSurface
-from shardstep.stepping.masters import (
-    Source,
-    check_can_be_rounded,
-    check_is_encoded,
-    cut_masters,
-    given_masters,
-    why_it_stalls,
-)
-from shardstep.stepping.scaling import Scaling
+from shardstep.gradients.grad_scaler import Unscaled
+from shardstep.optimizers.local_optimizer import build, copy_options, without_params
+from shardstep.optimizers.option_lines import class_line
+from shardstep.optimizers.several_classes import read_classes, shared_options, with_own_options
+from shardstep.params.proxy import attach_proxies, detach_proxies
+from shardstep.planning import Layout
+from shardstep.state.state_dict import ShownState, pack_groups, shown_state
+from shardstep.stepping.masters import Source, given_masters
+from shardstep.torch_internals import frame_at, is_init_optim_state
 
 
 def shard(
@@ -94,7 +79,7 @@ def shard(
     return ShardedOptimizer(model, optimizer_class, groups, process_group, config, defaults, masters_from)
 
 
-class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
+class ShardedOptimizer(Optimizer, Joinable):
     """Made by `shard`. `param_groups` hold the model's own parameters; each rank steps an equal share of them."""
 
     def __init__(
@@ -108,83 +93,62 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         masters_from: Source | None = None,
     ) -> None:
         self._ready = self._closed = self._is_averaged = False
+        self._left_out: list[str] = []  # parameters that no group has
         self._why_closed = "this optimizer was closed: shard(...) was called again on its model, or close()"
         self._unscaled = Unscaled()
         Joinable.__init__(self)
-        self._model, self._config = model, config
+        self.model, self.config = model, config
         self._channel = channel = open_channel(process_group, accelerator_among(parameters_of(model)))
         failure, facts = None, Facts()
         given: Mapping[int, torch.Tensor] = {}
         try:
             self._class, groups, self._defaults = read_classes(optimizer_class, groups, defaults)
-            facts = self._check(groups, has_masters=masters_from is not None)
-            if masters_from is not None and config.master != "fp32":
-                raise ValueError(
-                    f'masters_from is for ShardConfig(master="fp32"): with {config.master!r} there are none'
-                )
+            recipe, facts = self._take_groups(groups, has_masters=masters_from is not None)
             if masters_from is not None:
+                if config.master != "fp32":
+                    raise ValueError(
+                        f'masters_from is for ShardConfig(master="fp32"): with {config.master!r} there are none'
+                    )
                 given = given_masters(masters_from, self.param_groups)
         except Exception as error:
             failure = error
         agree(channel, Claim("shard(...)", failure, facts))
         close_earlier(model, self.param_groups)  # its hooks would take the gradients away from this one
-        recipe = Recipe(self._class, self._defaults, self._layouts, self._elementwise)
         self._engine = Engine(model, channel, recipe, config)
-        plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
-        params, broadcast = params_of(self.param_groups), self._engine.transport.broadcast
-        masters = cut_masters(given, params, plan, channel.rank, broadcast)
-        self._engine.build(self.param_groups, plan, masters, "shard(...)")
-        if config.master == "none" and channel.rank == 0 and (reason := why_it_stalls(self.param_groups)):
-            warnings.warn(reason, stacklevel=3)
-        if channel.rank == 0 and (reason := self._why_uneven(plan)):
-            warnings.warn(reason, stacklevel=3)
-        guard(self, params_of(self.param_groups))
+        self._engine.start(recipe, self.param_groups, given)
+        if channel.rank == 0:
+            for reason in find_warnings(config, recipe, self.param_groups, self._engine.runtime.plan):
+                warnings.warn(reason, stacklevel=3)
+        attach_proxies(self, params_of(self.param_groups))
         take(self)
         self._ready = True
 
-    def _check(self, groups: Any, *, has_masters: bool) -> Facts:
-        check_model(self._model)
-        refuse_ddp(self._model)
-        check_optimizer_class(self._class, self._channel.world_size)
-        check_takes_no_closure(self._class)
-        chosen, self._left_out = read_groups(self._model, groups)
-        if getattr(self._class, "inner_classes", ()):
-            check_stepped(self._model, self._left_out)
-        check_parameters(chosen, allow_mixed_dtypes=True)
-        check_apart(chosen, self._model)
-        if self._channel.world_size > 1:
-            check_lookups(self._model, chosen)
-        check_unowned(chosen, self._model)
-        if self._config.master == "stochastic":
-            check_can_be_rounded(chosen)
-        if self._config.wire is not None:
-            check_is_encoded(chosen, self._config.wire)
-        check_shapes(self._class, chosen, read_specs(chosen))
-        if self._config.step == "backward" and not is_of_torch(self._class):
-            raise ValueError('step="backward" is for torch\'s optimizers: what others count in a step is not known')
+    def _take_groups(self, groups: Any, *, has_masters: bool) -> tuple[Recipe, Facts]:
+        """Become an optimizer of these groups, if they can be sharded; return what ranks must have in common."""
+        chosen, self._left_out = check_sharded(self.model, self._class, groups, self.config, self._channel.world_size)
         # What the class makes of the options: its own defaults, and a first look at whether it takes them at all.
         empty = build(self._class, without_params(chosen), self._defaults, {})
-        super().__init__(chosen, dict(empty.defaults))
+        Optimizer.__init__(self, chosen, dict(empty.defaults))
         # And of the options of the groups: some keep their learning rate in a tensor, and refuse a number in its place.
         copy_options(empty.param_groups, self.param_groups)
         if getattr(self._class, "inner_classes", ()):
             self.defaults = shared_options(self.param_groups)
-        self._layouts, self._elementwise = self._choose_layouts()
-        settings = [class_line(self._class), str(self._config), *map(str, self._layouts)]
-        settings.append(f"masters_from given: {has_masters}")
-        options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
-        return Facts([*settings, *map(str, read_specs(self.param_groups)), *options])
+        recipe = make_recipe(self._class, self._defaults, self.config, self.param_groups)
+        settings = [class_line(self._class), str(self.config), *map(str, recipe.layouts)]
+        return recipe, Facts([*settings, f"masters_from given: {has_masters}", *group_lines(self.param_groups)])
 
-    def _choose_layouts(self) -> tuple[list[Layout], list[bool]]:
-        return choose_layouts(self._config.layout, self._class, self._defaults, self.param_groups)
-
-    def _why_uneven(self, plan: Plan) -> str | None:
-        asked = self._config.layout is Layout.WHOLE
-        return None if asked else why_uneven(self._class, self._layouts, self._elementwise, plan)
+    # -- the end ------------------------------------------------------------------------------------------------------
 
     @property
-    def model(self) -> nn.Module:
-        return self._model
+    def is_closed(self) -> bool:
+        """Whether it has let go of its model: by `close`, or because something failed that could not be taken back."""
+        return self._closed or bool(self._engine.lost)
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(self._why_closed)
+        if self._engine.lost:
+            raise RuntimeError(f"this optimizer was closed: {self._engine.lost}")
 
     def close(self) -> None:
         """Let go of the model: gradients are no longer reduced. `shard` on the same model closes the earlier one."""
@@ -193,12 +157,12 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
             try:
                 self._engine.close(self.param_groups)
             finally:
-                release(self, params_of(self.param_groups))
+                detach_proxies(self, params_of(self.param_groups))
 
     def leave_peers(self) -> None:
         """This is a forked process: the model here is nobody's, and the optimizer cannot be used."""
         self._closed, self._why_closed = True, FORKED
-        release(self, params_of(self.param_groups))
+        detach_proxies(self, params_of(self.param_groups))
         self._engine.detach()
         self._engine = Forked(self._engine)  # type: ignore[assignment]
 
@@ -213,7 +177,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
                 try:
                     self._engine.let_go(self.param_groups)
                 finally:
-                    release(self, params_of(self.param_groups))
+                    detach_proxies(self, params_of(self.param_groups))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -233,30 +197,19 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self.is_closed:
-            self.check_open()
-        if self._is_averaged:
-            self._check_not_averaged()
+        self.check_open()
+        self._check_not_averaged()
         if self._left_out:  # by now another optimizer may have them
-            check_stepped(self._model, self._left_out)
+            check_stepped(self.model, self._left_out)
             self._left_out = []
-        self._engine.step(self.param_groups, self._scaling())
+        scaling = gradient_calls.scaling_of(self, self._engine) if "found_inf" in vars(self) else None
+        self._engine.step(self.param_groups, scaling)
         return loss
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch's `GradScaler` asks: whether `step` takes its verdict on the device, and skips there."""
-        return self._engine.share.takes_scaling
-
-    def _scaling(self) -> Scaling | None:
-        """What `GradScaler.step` has left on this optimizer, for its `step`."""
-        found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
-        if found_inf is None:
-            return None
-        if self._engine.keeps_gradients and scale is not None:
-            unscale_kept(params_of(self.param_groups), scale)
-            scale = None
-        return Scaling(found_inf, scale)
+        return self._engine.runtime.local_step.takes_scaling
 
     def __getattr__(self, name: str) -> Any:
         """`train` and `eval`, if the class has them (schedule-free ones do). They change weights: call on all ranks."""
@@ -267,7 +220,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
     def _change_mode(self, mode: str) -> None:
         self.check_open()
         self._check_not_averaged()
-        self._engine.switch(self.param_groups, mode)
+        state_calls.switch_mode(self._engine, self.param_groups, mode)
 
     @contextmanager
     def ema(self) -> Iterator[None]:
@@ -278,7 +231,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         self._check_not_averaged()
         self._is_averaged = True
         try:
-            with self._engine.averaged():
+            with state_calls.averaged(self._engine):
                 yield
         finally:
             self._is_averaged = False
@@ -289,8 +242,6 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         With `gather="overlap"` call it before anything but the model's own forward reads or writes the weights. On an
         accelerator the current stream waits, not the host.
         """
-        if self._engine.lost:
-            self.check_open()
         self._engine.synchronize()
 
     def compile(self, **options: Any) -> None:
@@ -312,68 +263,191 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         if not self._ready:  # torch.optim.Optimizer's constructor
             super().add_param_group(param_group)
             return
+        engine = self._engine
         self._check_not_averaged()
-        self._engine.check_not_joined("add_param_group")
-        self._engine.check_not_accumulating("add_param_group()")
+        engine.check_not_joined("add_param_group")
+        engine.check_not_accumulating("add_param_group()")
         self.synchronize()
-        self._engine.gradients.settle(None)  # a rank that made no pass makes up for it: the others wait for its part
+        engine.runtime.gradients.settle(None)  # a rank that made no pass makes up for it: others wait for its part
         before, added = len(self.param_groups), []
         try:
-            layouts, elementwise = self._take_group(param_group, before)
+            recipe = self._take_group(param_group, engine.runtime.recipe.layouts)
             added = self.param_groups[-1]["params"]
-            guard(self, added)
-            recipe = Recipe(self._class, self._defaults, layouts, elementwise)
-            planned = self._engine.try_plan(self.param_groups, trainable_of(self.param_groups), recipe)
-            self._engine.replan(self.param_groups, planned, added)
+            attach_proxies(self, added)
+            planned = engine.try_plan(self.param_groups, trainable_of(self.param_groups), recipe)
+            engine.replan(self.param_groups, planned, added)
         except BaseException:
-            release(self, added)
+            detach_proxies(self, added)
             del self.param_groups[before:]
             raise
-        self._layouts, self._elementwise = list(layouts), list(elementwise)
 
-    def _take_group(self, param_group: dict[str, Any], before: int) -> tuple[Sequence[Layout], Sequence[bool]]:
-        """A group behind those that were there `before`, as far as all ranks can have it; the layouts of all."""
+    def _take_group(self, param_group: dict[str, Any], layouts: Sequence[Layout]) -> Recipe:
+        """Append a group, as far as all ranks can have it; `layouts` are of those before it."""
         failure: BaseException | None = None
-        facts, layouts, elementwise = Facts(), self._layouts, self._elementwise
+        facts = Facts()
         try:
-            super().add_param_group(self._named(with_own_options(self._class, read_group(param_group))))
-            check_parameters(self.param_groups, allow_mixed_dtypes=True)
-            check_unowned(self.param_groups[-1:], self._model)
-            check_class(self._class, self.param_groups[-1])
-            check_shapes(self._class, self.param_groups, read_specs(self.param_groups))
+            group = with_own_options(self._class, read_group(param_group))
+            super().add_param_group(name_parameters(group, self.model, len(self.param_groups)))
+            check_added_group(self.model, self._class, self.param_groups)
             empty = build(self._class, without_params(self.param_groups[-1:]), self._defaults, {})
             copy_options(empty.param_groups, self.param_groups[-1:])
-            layouts, elementwise = self._choose_layouts()
-            if layouts[:before] != self._layouts:
+            recipe = make_recipe(self._class, self._defaults, self.config, self.param_groups)
+            if recipe.layouts[: len(layouts)] != layouts:
                 raise ValueError("with the options of this group the optimizer cannot be cut as finely as before")
-            options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
-            facts = Facts([*map(str, read_specs(self.param_groups)), *options])
+            facts = Facts(group_lines(self.param_groups))
         except BaseException as error:
             failure = error
         agree(self._channel, Claim("add_param_group", failure, facts))
-        return layouts, elementwise
+        return recipe
 
-    def _named(self, group: dict[str, Any]) -> dict[str, Any]:
-        names = {param: name for name, param in self._model.named_parameters()}
-        number = len(self.param_groups)
-        group["param_names"] = group.get("param_names") or [
-            names.get(param, f"param_groups[{number}]['params'][{place}]")
-            for place, param in enumerate(group["params"])
-        ]
-        return group
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients: this rank's part of the mean, and whatever `no_sync` has left in `param.grad`."""
+        self._engine.zero_grad(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes send nothing; their gradients add up in `param.grad` until one outside."""
+        call_order = self._engine.call_order  # as long as the optimizer lives: a new plan may be made inside
+        before, call_order.syncs = call_order.syncs, False
+        try:
+            yield
+        finally:
+            call_order.syncs = before
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, float]:
+        """The norm of the mean gradient of every parameter, by name; the same on every rank. The host waits for it."""
+        self._engine.announce_call(Call.NORMS, self.param_groups, options={"norm_type": norm_type})
+        return gradient_calls.grad_norms(self._engine, self.param_groups, norm_type)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the gradients so that their norm over all parameters is at most `max_norm`; returns what it was.
+
+        What is returned lies where the gradients do, and nothing here waits for it; `error_if_nonfinite` does.
+        """
+        options = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        waits = not self._engine.keeps_gradients
+        self._engine.announce_call(Call.CLIP_NORM, self.param_groups, waits=waits, options=options)
+        return gradient_calls.clip_grad_norm(self._engine, self.param_groups, max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Bring every element of the mean gradient between -`clip_value` and `clip_value`. On all ranks."""
+        options = {"clip_value": clip_value}
+        self._engine.announce_call(Call.CLIP_VALUE, self.param_groups, waits=False, options=options)
+        gradient_calls.clip_grad_value(self._engine, self.param_groups, clip_value)
+
+    def gradient_to_unscale(self, param: torch.Tensor, call: Mapping[str, Any]) -> torch.Tensor | None:
+        """What torch's `GradScaler` is to find in `param.grad`; `call` are the variables of its function."""
+        if self._unscaled.call is not call["found_inf"]:
+            self._engine.announce_call(Call.UNSCALE, self.param_groups)
+            inverse, allow_fp16 = call["inv_scale"], call["allow_fp16"]
+            verdict = gradient_calls.unscale_gradients(self._engine, self.param_groups, inverse, allow_fp16)
+            self._unscaled = Unscaled(call["found_inf"], verdict)
+        return self._unscaled.of(param)
+
+    def holds_gradient_of(self, param: torch.Tensor) -> bool:
+        """Whether `param` has a gradient that torch's functions do not see."""
+        return not self.is_closed and self._engine.runtime.gradients.hides(param)
+
+    def zero_gradients_of(self, params: Sequence[torch.Tensor], set_to_none: bool) -> None:
+        """`zero_grad` of a module with these parameters is called: of the model, or of a part of it."""
+        if not self._ready or self.is_closed:
+            return
+        if not set_to_none and self._engine.runtime.gradients.are_zero:
+            return
+        given = set(params)
+        if given.issuperset(self.model.parameters()):
+            self.zero_grad(set_to_none)
+        elif any(param in given and self.holds_gradient_of(param) for param in params_of(self.param_groups)):
+            raise RuntimeError(
+                "zero_grad() of a part of the model cannot drop its part of gradients that are sharded over the ranks: "
+                'call zero_grad() of the model or of the optimizer, or pass config=ShardConfig(gradients="keep")'
+            )
+
+    def shows_memory_of(self, param: torch.Tensor) -> None:
+        """`param.data` is read, and may be written to."""
+        if self._ready and not self.is_closed and self._engine.runtime.local_step.masters is not None:
+            self._engine.runtime.local_step.masters.shown(param)
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """By parameter, the elements of the state that this rank holds, flat and in order. Writing to it raises."""
+        shown = shown_state(self._engine.runtime.local_step.entries(), params_of(self.param_groups))
+        if not shown and is_init_optim_state(frame_at(1)):
+            raise RuntimeError(
+                "this sharded optimizer has no state yet, and torch.distributed.checkpoint.state_dict would make some "
+                "by a step of its own: load with shardstep.load(path, model, opt), after `shardstep convert` where "
+                "torch has written it; or give opt.load_state_dict() the whole state"
+            )
+        return shown
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """torch.optim.Optimizer's constructor sets an empty one; nobody else can."""
+        if self._ready:
+            ShownState().update(value)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring all ranks' state to rank `to` of the group, where `state_dict()` then returns it. On all ranks."""
+        self._engine.synchronize()
+        self.check_whole("consolidate_state_dict")
+        state_calls.consolidate_state(self._engine, self.param_groups, to)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of the plain optimizer: state by the number of the parameter, and its name in the group.
+
+        On one rank, and on the rank to which it was consolidated since the last step, the whole. Elsewhere it is this
+        rank's part: torch.distributed.checkpoint saves and loads it, as does this optimizer; it cannot be pickled.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._engine.synchronize()
+        state = state_calls.state_to_save(self._engine, self.param_groups)
+        saved: dict[str, Any] = {"state": state, "param_groups": pack_groups(self.param_groups)}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a whole state_dict, of this or of the plain optimizer, or this rank's part. Called on all ranks.
+
+        Parameters are found by their names, in whatever order they were saved; by their places, if it has no names.
+        """
+        self._check_not_averaged()
+        self._engine.check_not_joined("load_state_dict")
+        self._engine.synchronize()
+        state_calls.load_state_dict(self, self._engine, state_dict)
+
+    def check_whole(self, what: str) -> None:
+        """Raise where ranks hold something else than the weights and the state of the last step."""
+        self._check_not_averaged()
+        self._engine.check_not_joined(what)
+        self._engine.check_not_stepped(what)
+
+    def _check_not_averaged(self) -> None:
+        if self._is_averaged:
+            raise RuntimeError("inside ema() the model has averages of its weights: step, load and add groups outside")
+
+    def checkpoint_view(self) -> CheckpointView:
+        """What a checkpoint of this optimizer reads and writes, on this rank."""
+        return CheckpointView(self._engine)
 
     # -- uneven inputs ------------------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For `with torch.distributed.algorithms.join.Join([opt]):` ranks may have different numbers of batches."""
-        if self._config.step == "backward":
+        if self.config.step == "backward":
             raise RuntimeError('step="backward" and Join do not go together: use the default step')
         return FastLaneJoinHook(self, self._engine, kwargs)
 
     @property
     def join_device(self) -> torch.device:
-        device: torch.device = params_of(self.param_groups)[0].device
-        return device
+        return params_of(self.param_groups)[0].device
 
     @property
     def join_process_group(self) -> Any:
@@ -384,8 +458,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
     def report(self) -> Report:
         """What every rank holds and sends; with times, if steps were `measured`. On all ranks; `print` it."""
         self.check_open()
-        groups = describe_groups(self._class, self.param_groups, self._layouts)
-        return self._engine.report(self.param_groups, groups)
+        return make_report(self._engine, self.param_groups)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -393,13 +466,13 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
 
         No host waits for a device here. What is measured is a block: put whole steps into it, with their passes.
         """
-        with self._engine.measured(self.param_groups):
+        with measured(self._engine):
             yield
 
     def bucket_nbytes(self) -> list[int]:
         """The bytes of each bucket."""
-        return self._engine.bucket_nbytes()
+        return self._engine.runtime.bucket_nbytes()
 
     def predicted_nbytes(self) -> int:
         """What this rank needs for parameters, state, gradients and buckets on their way, by the plan."""
-        return self._engine.predicted_nbytes()
+        return self._engine.runtime.predicted_nbytes(self._engine.context.transport)

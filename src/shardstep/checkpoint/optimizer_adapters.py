@@ -34,7 +34,7 @@ from shardstep.checkpoint.options import class_names, lineages, named_groups, ta
 from shardstep.checkpoint.several import Several
 from shardstep.checkpoint.storage import Part, Wish, dtype_of
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
-from shardstep.engine.planned import params_of
+from shardstep.engine.context import params_of
 from shardstep.optimizer import ShardedOptimizer
 from shardstep.optimizers.local_optimizer import apart, is_of_torch, load_options
 from shardstep.optimizers.optimizer_copy import OptimizerCopy, run_post_hooks, run_pre_hooks
@@ -94,25 +94,24 @@ class FastLane:
 
     def __init__(self, optimizer: ShardedOptimizer, names: list[str]) -> None:
         optimizer.check_open()
-        self._optimizer, self._engine = optimizer, optimizer._engine
+        self._optimizer, self._view = optimizer, optimizer.checkpoint_view()
         self._params = params_of(optimizer.param_groups)
-        self._specs = [replace(spec, name=name) for spec, name in zip(self._engine.plan.params, names, strict=True)]
+        self._specs = [replace(spec, name=name) for spec, name in zip(self._view.specs, names, strict=True)]
         self.parameters: Mapping[str, ParamSpec] = {spec.name: spec for spec in self._specs}
         rows = zip(self._params, self._specs, strict=True)
         self.names: Mapping[torch.Tensor, str] = {param: spec.name for param, spec in rows if spec.trainable}
-        self.has_average = self._engine.share.average is not None
+        self.has_average = self._view.has_average
         self._own: dict[int, list[Piece]] = {}
-        for piece in self._engine.plan.pieces_of(self._engine.channel.rank):
+        for piece in self._view.pieces:
             self._own.setdefault(piece.param, []).append(piece)
         self._place = {param: place for place, param in enumerate(self._params)}
 
     def lineages(self) -> list[list[str]]:
-        return lineages(self._optimizer._class, self._optimizer.param_groups)
+        return lineages(self._view.optimizer_class, self._optimizer.param_groups)
 
     def groups(self) -> list[dict[str, Any]]:
-        optimizer = self._optimizer
-        names = [spec.name for spec in self._specs]
-        return named_groups(optimizer.param_groups, names, class_names(optimizer._class, optimizer.param_groups))
+        own, names = self._optimizer.param_groups, [spec.name for spec in self._specs]
+        return named_groups(own, names, class_names(self._view.optimizer_class, own))
 
     def facts(self) -> list[str]:
         return []  # each rank has another part
@@ -127,13 +126,11 @@ class FastLane:
 
     @cached_property
     def _exact(self) -> Mapping[Piece, torch.Tensor]:
-        """What weights are rounded from that are rounded to travel: in a checkpoint that is the weight."""
-        masters = self._engine.share.masters
-        return {} if masters is None else masters.of_encoded()
+        return self._view.exact_weights()
 
     def hold(self) -> Holding:
         held = Holding()
-        entries = self._engine.share.entries()
+        entries = self._view.entries()
         first = {piece.param for piece in entries if piece.start == 0}  # who has that writes what all pieces have
         for place, entry in parts_by_place(entries, self._params).items():
             name = self._specs[place].name
@@ -160,7 +157,7 @@ class FastLane:
         the optimizer's is touched before `commit`."""
         _warn_of_hooks(self._optimizer)
         loading = Loading()
-        entries = self._engine.share.entries()  # what is not loaded stays
+        entries = self._view.entries()  # what is not loaded stays
         weights: dict[Piece, torch.Tensor] = {}
         for place, pieces in self._own.items():
             spec, param = self._specs[place], self._params[place]
@@ -171,7 +168,7 @@ class FastLane:
             keys = [key for key in self._keys(contents, spec.name) if spec.name in names or key in wanted]
             for piece in pieces:
                 kept = {key: value for key, value in entries.get(piece, {}).items() if key not in wanted}
-                if not is_of_torch(self._optimizer._class):  # its own code may write to what stays, and then refuse
+                if not is_of_torch(self._view.optimizer_class):  # its own code may write to what stays, and then refuse
                     kept = copy.deepcopy(kept)
                 entry = values_of(contents, spec.name) if spec.name in names else kept
                 for key in keys:
@@ -187,12 +184,12 @@ class FastLane:
             taken = {piece: entry for piece, entry in entries.items() if entry}
             for held in (entries, loading.wishes):  # or it would be in memory twice, when it is joined into runs
                 held.clear()
-            made.append(self._engine.prepare_state(loaded, taken, weights, {}))
+            made.append(self._view.prepare(loaded, taken, weights, {}))
 
         def commit() -> None:
-            self._engine.take_state(made.pop(), loaded)
+            self._view.take(made.pop(), loaded)
             load_options(loaded, groups_of)
-            self._engine.take_weights(weights)
+            self._view.take_weights(weights)
             weights.clear()
 
         loading.check, loading.commit = check, commit
@@ -206,14 +203,14 @@ class FastLane:
         return [key for key in saved if wanted.get(key, True)]
 
     def keeps_master(self, name: str) -> bool:
-        return self._engine.share.masters is not None and is_kept(self.parameters[name])
+        return self._view.has_masters and is_kept(self.parameters[name])
 
     def _wish(
         self, loading: Loading, contents: Contents, piece: Piece, spec: ParamSpec, param: torch.Tensor, key: str
     ) -> torch.Tensor:
         stored = contents.tensors[state_key(spec.name, key)]
         dtype, device = dtype_of(stored), param.device
-        is_cut = self._optimizer._layouts[spec.group] is Layout.FLAT or key in (MASTER, AVERAGE)
+        is_cut = self._view.layouts[spec.group] is Layout.FLAT or key in (MASTER, AVERAGE)
         if stored.shape == spec.shape and spec.shape and is_cut:
             target = torch.empty(piece.numel, dtype=dtype, device=device)
             loading.wishes.extend(wishes_for_range(state_key(spec.name, key), param, target, piece.start, piece.stop))
@@ -390,14 +387,12 @@ class DropIn(_Whole):
         return lineages(type(self._optimizer.optim), self._optimizer.param_groups)
 
     def hold(self) -> Holding:
-        self._optimizer._check_overlap_initialized()
-        return self._hold(self._optimizer._shard.entries())
+        return self._hold(self._optimizer.checkpoint_view().entries())
 
     def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
-        optimizer = self._optimizer
-        optimizer._check_overlap_initialized()
-        mine = [place for place, rank in enumerate(optimizer._shard.plan.holders()) if rank == optimizer.rank]
-        wishes, read = self._load(contents, groups, names, {place: {} for place in mine} | optimizer._shard.entries())
+        optimizer, view = self._optimizer, self._optimizer.checkpoint_view()
+        mine = [place for place, rank in enumerate(view.plan.holders()) if rank == optimizer.rank]
+        wishes, read = self._load(contents, groups, names, {place: {} for place in mine} | view.entries())
         made: list[Any] = []
         return Loading(
             wishes,

@@ -21,9 +21,9 @@ def ranks_of(optimizer: Any, model: nn.Module) -> Ranks:
     if isinstance(optimizer, ShardedOptimizer):
         optimizer.synchronize()
         optimizer.check_whole("a checkpoint")
-        return Ranks(optimizer._channel)
+        return Ranks(optimizer.checkpoint_view().channel)
     if isinstance(optimizer, ZeroRedundancyOptimizer):
-        return Ranks(optimizer._channel)
+        return Ranks(optimizer.channel)
     if not dist.is_available() or not dist.is_initialized():
         return Ranks(None)
     # The model's, because there may be no optimizer: a group with NCCL alone sends nothing that lies on the CPU.

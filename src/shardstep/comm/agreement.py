@@ -19,6 +19,7 @@ from shardstep.comm.channel import Channel, go_on_from, names_taken
 from shardstep.comm.control import Answer, open_poll
 
 _TEXT_NBYTES = 2048  # an error's text beyond this is cut before it is sent
+_RECORD_NBYTES = 33  # whether a rank failed, and a digest
 _MOST_WORDS = 4  # of how many ranks an error says what they have
 
 # Errors are sent as a name and a text, and made again from this list: nothing that a peer sent is ever executed.
@@ -91,6 +92,10 @@ class Agreement:
         self.is_exchanged_when_read = self._poll.goes_together
         self._claim = Claim("", None, Facts())
         self.is_open = False  # claimed, and not yet finished
+
+    def expect(self) -> None:
+        """Post the receives of the other ranks' records: a claim follows."""
+        self._poll.expect(_RECORD_NBYTES)
 
     def claim(self, claim: Claim) -> None:
         """How this rank fared. It is on its way when this returns."""

@@ -31,6 +31,7 @@ class Call(IntEnum):
 
 
 _PREMISE = bytes(8)  # a digest
+_NO_CALL = b"\xff" + bytes(1 + len(_PREMISE))  # in the place of a record
 _HEAD = 2  # bytes of a record that say what a rank does; the rest is its premise
 _WORDS = {
     Call.PASS: "make another backward pass",
@@ -64,7 +65,10 @@ class CallOrder:
         self._poll = open_poll(channel, _in_words)
         self.idle = IdleCheck(channel)
         self._alone = channel.world_size == 1
+        # What the record of a pass carries: the call that follows, or none. Where records go together, it need not.
+        self.prepared_call = self.no_call = b"" if self._poll.goes_together else _NO_CALL
         self._prepared: Call | None = None
+        self._announced: Call | None = None  # by all ranks, in records that carried it
         self._difference = ""
         self.syncs = True  # whether backward passes are reduced: not inside no_sync()
         self.apart = False  # ranks have turned to different things: what is under way will never be complete
@@ -88,11 +92,24 @@ class CallOrder:
         return bytes([turn, self.dropped]) + (self.precondition if turn is Call.STEP else _PREMISE)
 
     def prepare(self, turn: Call) -> None:
-        """This rank is about to announce `turn`. Where records go together, it goes with what is read before that."""
+        """This rank is about to announce `turn`: it goes along with what is told and read before that.
+
+        With messages in the record of the pass, as `prepared_call`: that saves an exchange. If all ranks' records carry
+        the same call, all have announced it. If not (a rank drops its gradients, makes another pass, looks at its own
+        gradients only), it is announced by itself.
+        """
         self.raise_if_diverged()
+        self._prepared, self._announced = turn, None
         if self._poll.goes_together:
             self._poll.ask(self._record(turn))
-            self._prepared = turn
+        else:
+            self.prepared_call = self._record(turn)
+
+    def compare_carried(self, answer: Answer) -> None:
+        """Note whether all ranks' records have carried the call that is prepared here. The same on all ranks."""
+        own, self.prepared_call = self.prepared_call, self.no_call
+        if own != self.no_call and all(row.endswith(own) for row in answer.rows()):
+            self._announced = self._prepared
 
     def announce(self, turn: Call) -> None:
         """Tell the others. With messages they may still be busy with what was before: this does not wait for them.
@@ -102,11 +119,16 @@ class CallOrder:
         """
         if self._alone:
             return
+        prepared, announced = self._prepared, self._announced
+        self._prepared, self._announced, self.prepared_call = None, None, self.no_call
         if self._poll.goes_together:
-            if self._prepared is not turn:
+            if prepared is not turn:
                 self._poll.ask(self._record(turn))
-            self._prepared = None
             self.check()
+        elif announced is turn:
+            self.followers = ()
+            if turn is not Call.STEP:  # then another call follows, which no record of a pass carries
+                self._poll.expect(len(self.no_call))
         else:
             self.check()
             self._poll.ask(self._record(turn))

@@ -95,6 +95,9 @@ class TimedReduction:
         self.inner, self._tally = inner, tally
         self._launch: Span | None = None
 
+    def expect(self, places: Sequence[slice], dtype: torch.dtype) -> None:
+        self.inner.expect(places, dtype)
+
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
         mark = self._tally.clock.mark
         begin = mark()

@@ -34,6 +34,12 @@ class Poll(Protocol):
     goes_together: bool
     is_open: bool  # asked, and not yet read
 
+    def expect(self, nbytes: int) -> None:
+        """Post the receives of the next answer now; of records of `nbytes`, as all of this poll are. May come again.
+
+        A message whose receive is posted when it is sent takes one crossing of the network, any other takes two.
+        """
+
     def ask(self, record: bytes, *, soon: bool = False) -> None:
         """This rank's record. Returns at once; of an earlier one that nobody has read, the answer is lost.
 
@@ -44,7 +50,7 @@ class Poll(Protocol):
         """Wait for the other ranks' hosts, never for a device."""
 
     def forget(self) -> None:
-        """The answer is not wanted any more. Where records were sent already, theirs are waited for."""
+        """The answer is not wanted any more. What was sent already is received before the next question is asked."""
 
 
 def open_poll(channel: Channel, words: Words = lambda record: "") -> Poll:
@@ -62,6 +68,9 @@ class _SingleRankPoll:
     def __init__(self) -> None:
         self._record = b""
         self.is_open = False
+
+    def expect(self, nbytes: int) -> None:
+        """Nobody sends anything."""
 
     def ask(self, record: bytes, *, soon: bool = False) -> None:
         del soon
@@ -101,34 +110,45 @@ class MessagePoll:
         self._channel = channel
         self.tag = take_tags(channel)
         self._in_flight = MessagesInFlight()
-        self._landing = torch.empty(0, device="cpu")
+        self._others = [other for other in range(channel.world_size) if other != channel.rank]
+        self._landing: torch.Tensor | None = None  # by rank; receives into it are posted
         self.is_open = False
+
+    def expect(self, nbytes: int) -> None:
+        if self.is_open or self._landing is not None:
+            return
+        self._channel.check_process()
+        landing = torch.empty(self._channel.world_size, nbytes, dtype=torch.uint8, device="cpu")
+        self._in_flight.hold(landing)
+        self._landing = landing
+        for other in self._others:
+            self._in_flight.work.append(
+                dist.irecv(landing[other], group=self._channel.group, group_src=other, tag=self.tag)
+            )
 
     def ask(self, record: bytes, *, soon: bool = False) -> None:
         del soon  # it goes at once
         self._channel.check_process()
         if self.is_open:
             self.answer()
+        self.expect(len(record))
+        assert self._landing is not None, "posted by `expect`"
+        assert self._landing.shape[1] == len(record), "records of a poll have one length"
         self.is_open = True
-        group, rank = self._channel.group, self._channel.rank
-        own = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-        self._landing = own.repeat(self._channel.world_size, 1)
-        self._in_flight.hold(own, self._landing)
-        work = self._in_flight.work
-        for other in range(self._channel.world_size):
-            if other != rank:
-                work.append(dist.irecv(self._landing[other], group=group, group_src=other, tag=self.tag))
-                work.append(dist.isend(own, group=group, group_dst=other, tag=self.tag))
+        own = self._landing[self._channel.rank]
+        own.copy_(torch.frombuffer(bytearray(record), dtype=torch.uint8))
+        for other in self._others:
+            self._in_flight.work.append(dist.isend(own, group=self._channel.group, group_dst=other, tag=self.tag))
 
     def answer(self) -> Answer:
         assert self.is_open, "an answer is read once for each question"
         self._in_flight.wait()
-        self.is_open = False
-        return _Gathered([record.numpy().tobytes() for record in self._landing])
+        assert self._landing is not None, "its receives were posted at the latest when it was asked"
+        landing, self._landing, self.is_open = self._landing, None, False
+        return _Gathered([record.numpy().tobytes() for record in landing])
 
     def forget(self) -> None:
-        if self.is_open:
-            self.answer()
+        """Other ranks may send their records much later: they are received when this rank asks again."""
 
 
 class _HostPoll:
@@ -141,6 +161,9 @@ class _HostPoll:
         self._question = hosts.new_question()
         self._record = b""
         self.is_open = False
+
+    def expect(self, nbytes: int) -> None:
+        """Groups of hosts combine records by collectives, which have no receives."""
 
     def ask(self, record: bytes, *, soon: bool = False) -> None:
         self._record, self.is_open = record, True

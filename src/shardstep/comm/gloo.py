@@ -7,6 +7,7 @@ same bytes. A message costs less than a copy of a quarter of a megabyte, so larg
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,13 @@ BUCKET_MB_BETWEEN_HOSTS = 8.0  # links are slow there, and the first bytes shoul
 PART_NBYTES = 256 * 1024
 # How much may be on the wire before backward waits for the oldest bucket: it needs memory for what arrives.
 IN_FLIGHT_NBYTES = 105_000_000
+# Of a pass: so much may other ranks send whose receives are posted when it begins. It takes memory while backward runs.
+EARLY_NBYTES = 1_000_000
 SUM_BLOCK = 64 * 1024  # elements: what several ranks sent fits into a core's own cache
 
 
 class GlooMessages:
     """The transport of Gloo. Messages are told apart by tags: ranks may be at different places of a pass."""
-
-    tells_first = True
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -73,6 +74,11 @@ class GlooMessages:
     def waiting_nbytes(self, largest: int) -> float:
         return IN_FLIGHT_NBYTES + largest
 
+    def post_receives(self, gathers: Sequence[Gather]) -> None:
+        for gather in gathers:
+            assert isinstance(gather, DirectGather), "made here"
+            gather.post_receives()
+
     def send(self, gathers: Sequence[Gather]) -> None:
         send_each(gathers)
 
@@ -80,7 +86,11 @@ class GlooMessages:
         finish_gathers(gathers)
 
     def reductions(self, memory: Sequence[Memory], shard_of: Callable[[int], torch.Tensor]) -> Sequence[Reduction]:
-        return [DirectReduction(self._channel, number, shard_of, self._before_wait) for number in range(len(memory))]
+        ends = accumulate(bucket.own.nbytes * (self._channel.world_size - 1) for bucket in memory)
+        return [
+            DirectReduction(self._channel, number, shard_of, self._before_wait, is_early=end <= EARLY_NBYTES)
+            for number, end in enumerate(ends)
+        ]
 
     def add_up(self, values: torch.Tensor, *, highest: bool = False) -> torch.Tensor:
         self._check()
@@ -144,34 +154,54 @@ class DirectReduction:
         bucket: int,
         shard_of: Callable[[int], torch.Tensor],
         check: Check,
+        *,
+        is_early: bool,
     ) -> None:
+        """`is_early`: its receives may be posted when a pass begins."""
         self._channel, self._bucket, self._shard_of = channel, bucket, shard_of
-        self._check = check
+        self._check, self._is_early = check, is_early
+        count = channel.world_size
+        self._around = [((channel.rank - shift) % count, (channel.rank + shift) % count) for shift in range(1, count)]
         self.tag = take_tags(channel)
         self._in_flight = MessagesInFlight()
+        self._posted: dict[int, Parts] = {}  # by source: receives are posted, and nothing is sent yet
         self._arrivals: list[Parts] = []
         self._places: Sequence[slice] = ()
         self._into: tuple[torch.Tensor, bool] | None = None  # where the mean goes, and whether it is added
+
+    def expect(self, places: Sequence[slice], dtype: torch.dtype) -> None:
+        if self._is_early and places and not self._posted and self._into is None:
+            self._post(dtype, places, None)
+
+    def _post(self, dtype: torch.dtype, places: Sequence[slice], memory: torch.Tensor | None) -> None:
+        """Post all receives; of the first other rank into `memory`, if there is one. All memory is taken first."""
+        first = _first_other(self._channel.rank)
+        posted: dict[int, Parts] = {}
+        for source, _ in self._around:
+            posted[source] = _landing(dtype, places, memory if source == first else None)
+        self._in_flight.hold(posted)
+        self._posted = posted
+        for source, _ in self._around:
+            for row in posted[source]:
+                self._in_flight.work.append(
+                    dist.irecv(as_bytes(row), group=self._channel.group, group_src=source, tag=self.tag)
+                )
 
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
         shard = earlier
         if shard is None:
             shard = self._shard_of(self._bucket)
             _zero_between(shard, places)
-        own, count, group = self._channel.rank, self._channel.world_size, self._channel.group
-        arrivals = list(parts)
-        around = [((own - shift) % count, (own + shift) % count) for shift in range(1, count)]
-        for source, _ in around if places else ():  # before the first message: memory may run out
-            memory = shard if earlier is None and source == _first_other(own) else None
-            arrivals[source] = _landing(parts[own][0].dtype, places, memory)
-        self._in_flight.hold(parts, arrivals, shard)
-        work = self._in_flight.work
-        for source, to in around:
-            for row in arrivals[source] if places else ():
-                work.append(dist.irecv(as_bytes(row), group=group, group_src=source, tag=self.tag))
+        own, group = self._channel.rank, self._channel.group
+        if places and not self._posted:  # before the first message is sent: memory may run out
+            self._post(parts[own][0].dtype, places, shard if earlier is None else None)
+        posted, self._posted = self._posted, {}
+        self._in_flight.hold(parts, shard)
+        for _, to in self._around:
             for part in parts[to]:
-                work.append(dist.isend(as_bytes(part), group=group, group_dst=to, tag=self.tag))
-        self._arrivals, self._places = arrivals if places else [], places
+                self._in_flight.work.append(dist.isend(as_bytes(part), group=group, group_dst=to, tag=self.tag))
+        self._arrivals = [posted.get(rank, row) for rank, row in enumerate(parts)] if places else []
+        self._places = places
         self._into = (shard, earlier is not None)
         return shard
 

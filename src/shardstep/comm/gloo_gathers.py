@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ from shardstep.planning.schedule import ring_hops
 RING_NBYTES = 256 * 1024
 # What goes round the ring goes in pieces of this size: a rank passes on the first while the next are still coming.
 RING_PIECE_NBYTES = 2 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class _Posted:
+    """Receives that are posted. Nothing arrives before all ranks step, so they may be dropped with what holds them."""
+
+    arriving: list[tuple[Message, torch.Tensor]] = field(default_factory=list)
+    work: list[Any] = field(default_factory=list)
+    carried: dict[int, list[tuple[torch.Tensor, Any]]] = field(default_factory=dict)  # by holder: to be passed on
 
 
 class DirectGather:
@@ -45,7 +55,31 @@ class DirectGather:
         self._arriving: list[tuple[Message, torch.Tensor]] = []
         self._leaving: Sequence[Message] = ()
         self._carried: dict[int, list[tuple[torch.Tensor, Any]]] = {}  # by holder: pieces to pass on, when they come
+        self._posted: _Posted | None = None  # receives of the next `expect`
         self._in_flight = MessagesInFlight()
+
+    def post_receives(self) -> None:
+        """Post the receives of what `expect` waits for, if they are not posted yet.
+
+        The other ranks may send when all have announced a step. If they do not, receives stay posted for the next step.
+        """
+        self._channel.check_process()
+        if self._posted is not None or self._in_flight.work or self._carried:
+            return
+        self._posted = posted = _Posted()
+        for holder in self._from_nearest():
+            for message in self._messages[holder]:
+                values = message.landing()
+                posted.arriving.append((message, values))
+                if not self._goes_round(holder, message):
+                    posted.work.append(self._irecv(as_bytes(values), holder, holder))
+                    continue
+                for piece in ring_pieces(as_bytes(values)):
+                    work = self._irecv(piece, self._before, holder)
+                    if self._next == holder:
+                        posted.work.append(work)
+                    else:
+                        posted.carried.setdefault(holder, []).append((piece, work))
 
     def expect(self) -> None:
         self._channel.check_process()
@@ -54,20 +88,12 @@ class DirectGather:
                 "an earlier step was interrupted half-way, so the ranks may hold different parameters; "
                 "build the optimizer again and load a checkpoint"
             )
-        for holder in self._from_nearest():
-            for message in self._messages[holder]:
-                values = message.landing()
-                self._in_flight.hold(values)
-                self._arriving.append((message, values))
-                if not self._goes_round(holder, message):
-                    self._in_flight.work.append(self._irecv(as_bytes(values), holder, holder))
-                    continue
-                for piece in ring_pieces(as_bytes(values)):
-                    work = self._irecv(piece, self._before, holder)
-                    if self._next == holder:
-                        self._in_flight.work.append(work)
-                    else:
-                        self._carried.setdefault(holder, []).append((piece, work))
+        self.post_receives()
+        posted, self._posted = self._posted, None
+        assert posted is not None, "they were posted just now"
+        self._in_flight.hold(*(values for _, values in posted.arriving))
+        self._in_flight.work.extend(posted.work)
+        self._arriving, self._carried = posted.arriving, posted.carried
 
     def send(self) -> None:
         own = self._channel.rank

@@ -63,7 +63,6 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Collectives:
     """The transport of NCCL. `group` is a communicator that no other optimizer uses."""
 
-    tells_first = False
     part_nbytes = math.inf
 
     def __init__(
@@ -193,6 +192,9 @@ class Collectives:
             for bucket in memory
         ]
 
+    def post_receives(self, gathers: Sequence[Gather]) -> None:
+        """Collectives have none."""
+
     def send(self, gathers: Sequence[Gather]) -> None:
         """In one launch, which costs the host a fraction of as many, if nobody waits for one of them alone."""
         ranges = [gather for gather in gathers if isinstance(gather, EqualRangeGather) and gather.whole.numel()]
@@ -274,6 +276,9 @@ class CollectiveReduction:
         self._lane, self._trips, self._memory, self._number = lane, trips, memory, number
         self._shard_of, self._reduce, self._widens = shard_of, reduce, widens
         self._trip: Pending | None = None
+
+    def expect(self, places: Sequence[slice], dtype: torch.dtype) -> None:
+        """Collectives have no receives."""
 
     @torch.no_grad()
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:

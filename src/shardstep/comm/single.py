@@ -29,7 +29,6 @@ class SingleRank:
 
     part_nbytes = math.inf
     in_flight_nbytes = math.inf
-    tells_first = False
 
     def before_waiting(self, check: Check) -> None:
         """There is nobody to wait for."""
@@ -40,6 +39,9 @@ class SingleRank:
 
     def waiting_nbytes(self, largest: int) -> float:
         return 2 * largest  # as autograd made them, and packed
+
+    def post_receives(self, gathers: Sequence[Gather]) -> None:
+        """There is nobody to receive from."""
 
     def send(self, gathers: Sequence[Gather]) -> None:
         send_each(gathers)
@@ -107,6 +109,9 @@ class _OwnGradients:
 
     def __init__(self, memory: Memory) -> None:
         self._nothing = memory.own
+
+    def expect(self, places: Sequence[slice], dtype: torch.dtype) -> None:
+        """Nobody sends anything."""
 
     @torch.no_grad()
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:

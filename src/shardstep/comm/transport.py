@@ -88,6 +88,9 @@ class Gather(Protocol):
 class Reduction(Protocol):
     """Brings the mean of all ranks' gradients of one bucket to the ranks that hold it; used in every pass."""
 
+    def expect(self, places: Sequence[slice], dtype: torch.dtype) -> None:
+        """A pass begins, and `start` will come with these: post receives now where that takes little memory."""
+
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
         """`parts[r]` are for rank r, or `parts[0]` for all (`packs_by_rank`); they must not change before `land`.
         Their dtype is that in which they are sent.
@@ -119,8 +122,6 @@ class Transport(Protocol):
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    tells_first: bool  # whether the record of a pass goes before its last buckets, or after all of them
-
     @property
     def part_nbytes(self) -> float:
         """A gradient from this size on is sent from its own memory, smaller neighbours are joined."""
@@ -151,6 +152,12 @@ class Transport(Protocol):
 
     def step_order(self, buckets: int) -> list[list[int]]:
         """Buckets that are stepped together, and then sent; in this order."""
+
+    def post_receives(self, gathers: Sequence[Gather]) -> None:
+        """`expect` of all of these follows, if all ranks go on alike: where there are receives, post them now.
+
+        A message whose receive is posted when it is sent takes one crossing of the network, any other takes two.
+        """
 
     def send(self, gathers: Sequence[Gather]) -> None:
         """This rank's parameters in all of these are final; they were stepped together."""

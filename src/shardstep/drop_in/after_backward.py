@@ -65,6 +65,7 @@ class AfterBackward:
         failure = self._why_not_to_send()
         if watched is None:  # a closure reads all parameters; without one, others' may arrive while this rank steps
             self._messages.expect()
+            self._agreement.expect()
         loss = None
         try:
             if failure is None:

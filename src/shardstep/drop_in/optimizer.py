@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.comm.agreement import Claim, Facts, agree
-from shardstep.comm.channel import accelerator_among, open_channel
+from shardstep.comm.channel import Channel, accelerator_among, open_channel
 from shardstep.drop_in.after_backward import AfterBackward
 from shardstep.drop_in.buckets import _DDPBucketAssignment, _OverlapInfo
 from shardstep.drop_in.inside_backward import InsideBackward
@@ -327,6 +327,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.param_groups[:] = loaded_groups(self.param_groups, self.optim.param_groups, saved["param_groups"])
         self._strategy.reloaded()
         self._saved.loaded(empty=not saved["state"])
+
+    def checkpoint_view(self) -> LocalShard:
+        """Return what a checkpoint reads of this rank: which parameters it holds, and their state."""
+        self._check_overlap_initialized()
+        return self._shard
+
+    @property
+    def channel(self) -> Channel:
+        """The ranks that share the state, and how they talk to each other."""
+        return self._channel
 
     def _check_overlap_initialized(self) -> None:
         self._strategy.check_has_state()

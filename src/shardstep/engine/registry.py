@@ -16,9 +16,7 @@ from shardstep.planning import read_specs
 
 class Owner(Protocol):
     param_groups: list[dict[str, Any]]
-
-    @property
-    def model(self) -> nn.Module: ...
+    model: nn.Module
 
     @property
     def is_closed(self) -> bool: ...

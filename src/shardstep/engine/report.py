@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from statistics import fmean
 from typing import Any
 
 import torch
 
+from shardstep.comm.call_order import Call
 from shardstep.comm.channel import Channel
 from shardstep.comm.comm_timing import CommTiming, Covered
 from shardstep.comm.control import open_poll
 from shardstep.comm.encoding import gradient_dtype, sent_nbytes
+from shardstep.engine.context import ParamGroups, params_of
+from shardstep.engine.runtime import Runtime
+from shardstep.engine.step import Engine
 from shardstep.format import format_nbytes
-from shardstep.gradients.sharded import Gradients
 from shardstep.optimizers.local_optimizer import class_of, qualified_name
-from shardstep.params.flat import FlatMemory
 from shardstep.planning import Layout
-from shardstep.stepping.local_step import LocalStep
 
 MOST_RANKS = 8  # with a line of their own
 
@@ -126,28 +128,22 @@ class Report:
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def holding_of(
-    memory: FlatMemory,
-    params: Sequence[torch.Tensor],
-    share: LocalStep,
-    gradients: Gradients,
-    wire: torch.dtype | None,
-    rank: int,
-) -> Holding:
-    """Of this rank; gradients travel in `wire`, or in their own dtype."""
+def holding_of(runtime: Runtime, wire: torch.dtype | None, rank: int) -> Holding:
+    """Return what this rank holds and sends; gradients travel in `wire`, or in their own dtype."""
+    memory, local_step, gradients = runtime.memory, runtime.local_step, runtime.gradients
     reducing = gathering = spreading = 0
     for bucket in memory.buckets:
         away, spread = bucket.bucket.sent(rank)
         reducing += away * gradient_dtype(bucket, wire).itemsize
         gathering += sent_nbytes(bucket, spread)
         spreading += sent_nbytes(bucket, spread) if wire is None else spread * bucket.values.element_size()
-    frozen = [param.nbytes for place, param in enumerate(params) if place not in memory.homes]
+    frozen = [param.nbytes for place, param in enumerate(runtime.params) if place not in memory.homes]
     return Holding(
         parameters=sum(bucket.values.nbytes for bucket in memory.buckets) + sum(frozen),
         gradients=gradients.nbytes,
-        masters=0 if share.masters is None else share.masters.nbytes,
-        state=share.state_nbytes,
-        average=0 if share.average is None else share.average.nbytes,
+        masters=0 if local_step.masters is None else local_step.masters.nbytes,
+        state=local_step.state_nbytes,
+        average=0 if local_step.average is None else local_step.average.nbytes,
         # Replicated gradients are gathered as the parameters are, or as `wire` says (gradients/replicated.py).
         sent_reducing=reducing + (spreading if gradients.are_whole else 0),
         sent_gathering=gathering,
@@ -167,7 +163,40 @@ _TIMES = struct.Struct(">5d")
 _STEPS = struct.Struct(">q")
 
 
-def exchange(
+def make_report(engine: Engine, groups: ParamGroups) -> Report:
+    """Return what all ranks hold and send. On all ranks, which wait for each other."""
+    engine.check_not_joined("report()")
+    engine.check_not_accumulating("report()")
+    engine.synchronize()
+    had_no_pass = engine.runtime.gradients.rest
+    engine.announce_call(Call.REPORT, groups)  # others may be in a backward pass, and wait for this rank's part
+    engine.call_order.check()
+    context, runtime = engine.context, engine.runtime
+    if had_no_pass and not any(runtime.gradients.used):
+        runtime.gradients.rest_again()
+    own = holding_of(runtime, context.config.reduce_dtype, context.channel.rank)
+    holdings, steps, times = _exchange(context.channel, own, engine.timing)
+    kinds = describe_groups(runtime.recipe.optimizer_class, groups, runtime.recipe.layouts)
+    ddp = sent_by_ddp(params_of(groups), runtime.trainable, context.channel.world_size)
+    return Report(holdings, tuple(runtime.bucket_nbytes()), tuple(kinds), ddp, steps, times)
+
+
+@contextmanager
+def measured(engine: Engine) -> Iterator[None]:
+    """Inside, it is measured how long communication is in flight; not if a new plan is made there."""
+    weights, gradients, steps = engine.runtime.weights, engine.runtime.gradients, engine.steps
+    timing, sender = CommTiming(engine.runtime.params[0].device), weights.sender
+    weights.sender = timing.sender(sender)
+    try:
+        with gradients.watched(timing):
+            yield
+    finally:
+        weights.sender = sender
+        timing.end(engine.steps - steps)
+        engine.timing = timing if not engine.lost and engine.runtime.gradients is gradients else None
+
+
+def _exchange(
     channel: Channel, own: Holding, watch: CommTiming | None
 ) -> tuple[tuple[Holding, ...], int, tuple[Times, ...]]:
     """Of all ranks: what they hold, the steps that all have measured, and their times. Called on all ranks."""

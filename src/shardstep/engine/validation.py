@@ -9,8 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardstep.config import ShardConfig
+from shardstep.engine.context import Recipe
+from shardstep.engine.registry import check_stepped, check_unowned
+from shardstep.gradients.inside_ddp import refuse_ddp
+from shardstep.optimizers.layout_policy import why_uneven
+from shardstep.optimizers.local_optimizer import (
+    check_optimizer_class,
+    check_shapes,
+    check_takes_no_closure,
+    is_of_torch,
+)
+from shardstep.optimizers.option_lines import option_keys, option_lines
+from shardstep.optimizers.several_classes import check_class
 from shardstep.params.shared_memory import overlaps_itself, places_of, sharing
-from shardstep.planning import ParamSpec, read_specs
+from shardstep.planning import Layout, ParamSpec, Plan, read_specs
+from shardstep.stepping.masters import check_can_be_rounded, check_is_encoded, why_it_stalls
 
 
 def read_params(params: Any) -> list[dict[str, Any]]:
@@ -57,6 +71,63 @@ def read_group(group: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError("params mixes tensors and (name, tensor) pairs; name all of them or none")
     names = {"param_names": [str(member[0]) for member in members]} if any(pairs) else {}
     return {**group, "params": tensors, **names}
+
+
+def check_sharded(
+    model: nn.Module, optimizer_class: Any, groups: Any, config: ShardConfig, world_size: int
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the groups of a model to be sharded, and the names that no group has; raise if that cannot be done."""
+    check_model(model)
+    refuse_ddp(model)
+    check_optimizer_class(optimizer_class, world_size)
+    check_takes_no_closure(optimizer_class)
+    chosen, left_out = read_groups(model, groups)
+    if getattr(optimizer_class, "inner_classes", ()):
+        check_stepped(model, left_out)
+    check_parameters(chosen, allow_mixed_dtypes=True)
+    check_apart(chosen, model)
+    if world_size > 1:
+        check_lookups(model, chosen)
+    check_unowned(chosen, model)
+    if config.master == "stochastic":
+        check_can_be_rounded(chosen)
+    if config.wire is not None:
+        check_is_encoded(chosen, config.wire)
+    check_shapes(optimizer_class, chosen, read_specs(chosen))
+    if config.step == "backward" and not is_of_torch(optimizer_class):
+        raise ValueError('step="backward" is for torch\'s optimizers: what others count in a step is not known')
+    return chosen, left_out
+
+
+def check_added_group(model: nn.Module, optimizer_class: Any, groups: Sequence[dict[str, Any]]) -> None:
+    """Raise if the last of `groups` cannot be added to those before it."""
+    check_parameters(groups, allow_mixed_dtypes=True)
+    check_unowned(groups[-1:], model)
+    check_class(optimizer_class, groups[-1])
+    check_shapes(optimizer_class, groups, read_specs(groups))
+
+
+def name_parameters(group: dict[str, Any], model: nn.Module, number: int) -> dict[str, Any]:
+    """Return a group with the names of its parameters, if it has none: `number` groups are before it."""
+    names = {param: name for name, param in model.named_parameters()}
+    group["param_names"] = group.get("param_names") or [
+        names.get(param, f"param_groups[{number}]['params'][{place}]") for place, param in enumerate(group["params"])
+    ]
+    return group
+
+
+def group_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
+    """Return what all ranks must have in common: every parameter, and every option."""
+    options = option_lines(groups, [option_keys(group) for group in groups])
+    return [*map(str, read_specs(groups)), *options]
+
+
+def find_warnings(config: ShardConfig, recipe: Recipe, groups: Sequence[dict[str, Any]], plan: Plan) -> list[str]:
+    """Return warnings about what is allowed, and seldom meant."""
+    stalls = why_it_stalls(groups) if config.master == "none" else None
+    is_asked_for = config.layout is Layout.WHOLE
+    uneven = None if is_asked_for else why_uneven(recipe.optimizer_class, recipe.layouts, recipe.elementwise, plan)
+    return [reason for reason in (stalls, uneven) if reason]
 
 
 def check_parameters(

@@ -5,6 +5,9 @@ gradients came on which rank: so ranks never wait for a message that another doe
 count as zero; which ones came anywhere is exchanged once per pass, because a parameter that no rank has used is not
 stepped. A gradient that comes after its bucket has gone (only reentrant checkpointing of tied weights does that) is
 told in the same exchange, and reduced before the step.
+
+[Note: one record] That record is sent when it is known what follows the pass (a step, another pass, gradients dropped),
+and says that, too: so all ranks know in one exchange that they step, and with what.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from enum import Enum
 from threading import Lock
 
 import torch
+from torch import nn
 
 from shardstep.comm.call_order import Call, CallOrder
 from shardstep.comm.channel import Channel
@@ -26,11 +30,11 @@ from shardstep.comm.encoding import gradient_dtype
 from shardstep.comm.host_groups import RanksDivergedError
 from shardstep.comm.transport import Reduction, Transport
 from shardstep.gradients.clipping import multiply
-from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.packing import GradientPacking, Parts
 from shardstep.gradients.shard_memory import ShardMemory
 from shardstep.params.flat import FlatMemory
 from shardstep.params.profiler_ranges import is_profiled, named
+from shardstep.params.proxy import gradient_of
 from shardstep.params.views import quickly
 
 
@@ -39,15 +43,13 @@ class Phase(Enum):
 
     RESTING = "no backward pass since the last step: other ranks may have made one, and wait for this one"
     FILLING = "a pass runs: buckets go out as they fill, and no gradient may be looked at"
-    ENDING = "the pass is over here, and its last buckets go out: none may be added to"
     SENT = "all of it is on its way: what other ranks had is not known, and nothing may be stepped"
     SETTLED = "all ranks know which gradients there are: shards may be looked at and stepped"
 
 
 _MOVES = {
     (Phase.RESTING, Phase.FILLING),
-    (Phase.FILLING, Phase.ENDING),
-    (Phase.ENDING, Phase.SENT),
+    (Phase.FILLING, Phase.SENT),
     (Phase.SENT, Phase.SETTLED),
     (Phase.SENT, Phase.FILLING),
     (Phase.SETTLED, Phase.FILLING),
@@ -125,6 +127,21 @@ class LaunchOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientContext:
+    """What gradients of one plan are reduced with."""
+
+    channel: Channel
+    transport: Transport
+    call_order: CallOrder
+    model: nn.Module
+    memory: FlatMemory
+    params: Sequence[torch.Tensor]  # in the plan's order
+    wire_dtype: torch.dtype | None
+    wide: bool  # gradients of fp16 parameters are kept in fp32
+    reuse_memory: bool  # nobody looks at a gradient of an earlier step, so the next may lie where it lay
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """What all ranks know of the passes since the last step: flags by parameter."""
 
@@ -134,44 +151,34 @@ class Settled:
 
 
 class GradientPass:
-    """Made anew with every plan. `params` are in the plan's order."""
+    """Made anew with every plan."""
 
-    def __init__(
-        self,
-        channel: Channel,
-        transport: Transport,
-        call_order: CallOrder,
-        memory: FlatMemory,
-        params: Sequence[torch.Tensor],
-        wire_dtype: torch.dtype | None,
-        *,
-        reuse_memory: bool,
-        wide: bool,
-    ) -> None:
-        """`reuse_memory`: nobody looks at a gradient of an earlier step, so the next may lie where it lay."""
-        self._transport, self._call_order, self._params = transport, call_order, params
+    def __init__(self, given: GradientContext) -> None:
+        channel, transport, memory = given.channel, given.transport, given.memory
+        self._transport, self._call_order, self._params = transport, given.call_order, given.params
         self._alone = channel.world_size == 1
         # One rank sends nothing, in any dtype: what it packs is the mean.
-        sent = [b.values.dtype if self._alone else gradient_dtype(b, wire_dtype) for b in memory.buckets]
-        self._packing = GradientPacking(memory, params, transport, sent)
+        sent = [b.values.dtype if self._alone else gradient_dtype(b, given.wire_dtype) for b in memory.buckets]
+        self._packing = GradientPacking(memory, given.params, transport, sent)
         self._titles = memory.titles
+        self._sent_dtypes = sent
         self.order = LaunchOrder([{s.param for s in bucket.bucket.segments} for bucket in memory.buckets])
         self._places = [self._packing.places(bucket) for bucket in range(len(memory.buckets))]
         self._nbytes = [bucket.values.nbytes for bucket in memory.buckets]
-        self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=reuse_memory, wide=wide)
+        self._memory = ShardMemory([bucket.own for bucket in memory.buckets], keep=given.reuse_memory, wide=given.wide)
         self._reductions: Sequence[Reduction] = transport.reductions(memory.buckets, self._memory.of)
         self._when_landed: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._poll = open_poll(channel)
+        self._record: bytes | None = None  # of the last pass, until the other ranks are told
         self._lock = Lock()  # autograd calls from one thread for each device
         self.phase = Phase.RESTING
         self.are_zero = False  # they were made so, and nothing was added since
-        self._packed: dict[int, list[Parts]] = {}  # while ENDING: what is still to be sent
         self._flying: dict[int, int] = {}  # buckets on their way, the oldest first, and their bytes
         self._failed = False  # a pass failed here since `drop`: what the next one adds to is not all there
         self._lost = False  # something arrived and could not be taken in: `drop` is the way out
         self.shards: list[torch.Tensor | None] = [None] * len(self._nbytes)
         self.factor: torch.Tensor | None = None  # by which they are still to be multiplied: the step may do it
-        self._late = bytes(len(params))
+        self._late = bytes(len(given.params))
 
     def _move(self, to: Phase) -> None:
         if (self.phase, to) not in _MOVES:
@@ -181,7 +188,7 @@ class GradientPass:
     @property
     def runs(self) -> bool:
         """A pass has begun, and its messages are not all on their way."""
-        return self.phase in (Phase.FILLING, Phase.ENDING)
+        return self.phase is Phase.FILLING
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -191,14 +198,13 @@ class GradientPass:
             if not self.runs:
                 self._begin()
             self.order.note(param)
-            if self._transport.tells_first and self.order.all_came():
-                return  # `end` comes next, and has something to say before it sends the last buckets
             while (bucket := self.order.due()) is not None:
                 self._make_room(bucket)
                 self._launch(bucket, self._packing.pack(bucket))
 
     def _begin(self) -> None:
         call_order = self._call_order
+        self._tell(call_order.no_call)
         if not call_order.following:
             if call_order.notify is not None:
                 call_order.notify()
@@ -209,6 +215,14 @@ class GradientPass:
         self.apply_factor()
         self._move(Phase.FILLING)
         self.order.begin()
+        if not self._alone:
+            self._post_receives()
+
+    def _post_receives(self) -> None:
+        """What other ranks send in this pass and after it finds receives, where that takes little memory."""
+        self._poll.expect(1 + 2 * len(self._params) + len(self._call_order.no_call))
+        for reduction, places, dtype in zip(self._reductions, self._places, self._sent_dtypes, strict=True):
+            reduction.expect(places, dtype)
 
     def end_of_backward(self) -> bool:
         """Autograd is done. Whether there was a pass: something came here, also of parameters that have no bucket."""
@@ -218,42 +232,32 @@ class GradientPass:
         return has_pass
 
     def end(self, *, failed: bool = False) -> None:
-        """The pass is over: reduce what is left, and tell the others what came here.
+        """The pass is over: reduce what is left, and write down for the others what came here.
 
-        If memory runs out the pass is still to end, as a failed one: this is called again for the rest. What was told
-        already holds.
+        If memory runs out the pass is still to end, as a failed one: this is called again for the rest.
         """
-        self._call_order.raise_if_diverged()
+        if self._call_order.apart:
+            self._call_order.raise_if_diverged()
         if not self.runs:
             self._begin()  # nothing came here, but it did elsewhere
-        tells_first = self._transport.tells_first
-        if tells_first and self.phase is Phase.FILLING:
-            # All of them before anything is told: if memory runs out here, it can be told that the pass has failed.
-            for bucket in self.order.left():
-                if bucket not in self._packed:
-                    self._packed[bucket] = self._packing.pack(bucket)
-            self._tell(failed=failed)
-        if self.phase is Phase.FILLING:
-            self._move(Phase.ENDING)
         for bucket in self.order.left():
             self._make_room(bucket)
-            self._launch(bucket, self._packed[bucket] if tells_first else self._packing.pack(bucket))
-            self._packed.pop(bucket, None)
-        if not tells_first:
-            self._tell(failed=failed)
-        self.order.end()
-        self._move(Phase.SENT)
-
-    def _tell(self, *, failed: bool) -> None:
-        """All other ranks, which gradients came here; what an earlier pass told is contained in it.
-
-        With messages before the last buckets: a step begins when all ranks have told, and behind megabytes of gradients
-        on the same connections that would be when all of them have arrived.
-        """
+            self._launch(bucket, self._packing.pack(bucket))
         self._packing.end_pass()
         self._late = self._present()
         self._failed = self._failed or failed
-        self._poll.ask(bytes([self._failed]) + self._packing.used + self._late)
+        self._record = bytes([self._failed]) + self._packing.used + self._late
+        self.order.end()
+        self._move(Phase.SENT)
+
+    def _tell(self, call: bytes) -> None:
+        """Tell all other ranks which gradients came here, and what `call` follows: see [Note: one record].
+
+        Called before this rank waits for others or announces anything. What an earlier pass told is contained in it.
+        """
+        record, self._record = self._record, None
+        if record is not None:
+            self._poll.ask(record + call)
 
     def _present(self) -> bytes:
         """Flags: which parameters train and have a gradient."""
@@ -333,6 +337,7 @@ class GradientPass:
         """What all ranks had; the same on every rank."""
         if self.phase is not Phase.SENT:
             return Settled(bytes(self._packing.used), self._late)
+        self._tell(self._call_order.prepared_call)
         self._call_order.check()  # what others had is told only by those that do what this rank does
         try:
             answer = self._poll.answer()
@@ -340,8 +345,11 @@ class GradientPass:
             self._call_order.diverged(error)
             raise
         flags, size = answer.any, 1 + len(self._params)
+        end = size + len(self._params)
+        if not self._alone:
+            self._call_order.compare_carried(answer)
         self._move(Phase.SETTLED)
-        used, self._late = flags[1:size], flags[size:]
+        used, self._late = flags[1:size], flags[size:end]
         self._packing.used = bytearray(used)
         failed = [rank for rank, row in enumerate(answer.rows(1)) if row[0]] if flags[0] else []
         return Settled(used, self._late, tuple(failed))
@@ -349,6 +357,9 @@ class GradientPass:
     def stepped(self) -> None:
         """What comes from now on is for the next step."""
         self._call_order.dropped = False
+        if self._when_landed is not None:  # some gradients are gone already, so none can be added to
+            self.drop_shards()
+            self._packing.forget()
         if self.phase is not Phase.RESTING:
             self._move(Phase.RESTING)
 
@@ -386,6 +397,7 @@ class GradientPass:
 
     def drop(self) -> None:
         """Forget all gradients."""
+        self._tell(self._call_order.no_call)
         self._call_order.check()
         self.land_all()  # the memory belongs to the transport until then
         self._call_order.dropped = self.phase is not Phase.RESTING
@@ -398,11 +410,6 @@ class GradientPass:
         self._packing.forget()
         self._late = bytes(len(self._params))
 
-    def forget(self) -> None:
-        """All gradients were stepped, and none is to be added to."""
-        self.drop_shards()
-        self._packing.forget()
-
     def drop_shards(self) -> None:
         self._lost, self.factor = False, None
         self.shards = [None] * len(self._nbytes)
@@ -410,6 +417,7 @@ class GradientPass:
 
     def zero(self) -> None:
         """Make all gradients zero, without forgetting that they were there."""
+        self._tell(self._call_order.no_call)
         self._call_order.check()
         self.land_all()
         self._call_order.dropped = self.phase is not Phase.RESTING

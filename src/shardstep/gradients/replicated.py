@@ -11,20 +11,23 @@ import torch
 
 from shardstep.comm.call_order import Call
 from shardstep.comm.comm_timing import CommTiming, EachByItself, Sender
-from shardstep.gradients.guard import gradient_of
-from shardstep.gradients.sharded import Kept, ShardedGradients, Surroundings
+from shardstep.gradients.passes import GradientContext
+from shardstep.gradients.sharded import Kept, ShardedGradients
 from shardstep.params.flat import FlatMemory
+from shardstep.params.proxy import gradient_of
 from shardstep.params.views import flat_gradient
 from shardstep.planning import Piece
 from shardstep.planning.runs import Run
 
 
 class ReplicatedGradients:
-    """Reduced to shards and gathered when a pass ends; `step` takes what is in `param.grad` when it is called."""
+    """Reduced to shards and gathered when a pass ends; `step` takes what is in `param.grad` when it is called.
 
-    are_whole = True
+    The methods are those of ShardedGradients."""
 
-    def __init__(self, given: Surroundings) -> None:
+    are_whole = True  # every rank has all of the mean
+
+    def __init__(self, given: GradientContext) -> None:
         self._memory, self._params, self._rank = given.memory, given.params, given.channel.rank
         self._means = [
             torch.empty_like(param.detach()) if place in given.memory.homes else param.new_empty(0)
@@ -69,9 +72,9 @@ class ReplicatedGradients:
             if self.used[place]:
                 self._params[place].grad = self._means[place]
 
-    def settle(self, turn: Call | None) -> Sequence[int]:
+    def settle(self, call: Call | None) -> Sequence[int]:
         """A pass settles at its own end; what is left are gradients of parameters that have no place in the plan."""
-        self._inner.settle(turn)
+        self._inner.settle(call)
         return [flag if place not in self._inner.travels else 0 for place, flag in enumerate(self._late)]
 
     @property
@@ -95,7 +98,7 @@ class ReplicatedGradients:
         return self._inner.used
 
     def land(self) -> None:
-        """It did when the pass ended."""
+        """No-op: reductions finish at the end of the pass."""
 
     def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
         """What is in `param.grad` lies nowhere side by side: every run is one piece."""

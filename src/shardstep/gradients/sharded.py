@@ -5,38 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from shardstep.comm.agreement import Claim, Facts, agree
-from shardstep.comm.call_order import Call, CallOrder
-from shardstep.comm.channel import Channel
+from shardstep.comm.call_order import Call
 from shardstep.comm.comm_timing import CommTiming, unwatched
-from shardstep.comm.transport import Transport
-from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.hooks import BackwardHooks
-from shardstep.gradients.passes import GradientPass, Phase
-from shardstep.params.flat import FlatMemory
+from shardstep.gradients.passes import GradientContext, GradientPass, Phase
+from shardstep.params.proxy import gradient_of
 from shardstep.params.views import quickly
 from shardstep.planning import Piece
 from shardstep.planning.runs import Run
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What gradients are made of."""
-
-    channel: Channel
-    transport: Transport
-    call_order: CallOrder
-    model: nn.Module
-    memory: FlatMemory
-    params: Sequence[torch.Tensor]  # in the plan's order
-    wire_dtype: torch.dtype | None
-    wide: bool  # gradients of fp16 parameters are kept in fp32
-    reuse_memory: bool  # nobody looks at a gradient of an earlier step, so the next may lie where it lay
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,106 +28,15 @@ class Kept:
     by_piece: Mapping[Piece, torch.Tensor]
 
 
-class Gradients(Protocol):
-    """What the engine knows of gradients: ShardedGradients, or KeptGradients."""
-
-    hooks: BackwardHooks
-
-    def settle(self, turn: Call | None) -> Sequence[int]:
-        """Before anything is done with gradients; `turn` says what, if it waits for other ranks.
-
-        If no backward pass has reached a parameter here, it may have on other ranks, which wait for this one: so one is
-        made. Returns flags: which gradients came too late to be reduced, on any rank. Raises on all ranks if a backward
-        pass failed on one.
-        """
-
-    @property
-    def rest(self) -> bool:
-        """Whether no backward pass was made here since the last step."""
-
-    def make_up_for_a_pass(self) -> None:
-        """Other ranks have made one, and wait for this one's part: nothing."""
-
-    def rest_again(self) -> None:
-        """No rank had made one: it is as if none had been made up for."""
-
-    def reduce_late(self, late: Sequence[int]) -> None:
-        """Reduce those too: flags, of this plan's parameters. Raises on all ranks if one of them cannot."""
-
-    @property
-    def used(self) -> Sequence[int]:
-        """Flags: whether some rank has a gradient of a parameter."""
-
-    def land(self) -> None:
-        """All that was reduced is there for what is done from now on."""
-
-    def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
-        """The mean gradients of neighbours, which all have one or none."""
-
-    def unsent(self) -> list[int]:
-        """Parameters whose gradient was never reduced, once all passes are settled."""
-
-    def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Every piece of this rank that has a gradient, flat."""
-
-    def stepped(self) -> None:
-        """What comes from now on is for the next step."""
-
-    def shards(self) -> list[torch.Tensor]:
-        """All that this rank holds of the mean, to be scaled or clamped in place."""
-
-    def scale(self, factor: torch.Tensor, *, later: bool) -> None:
-        """Multiply all that this rank holds; `later`: the step does it, if nobody looks at it before."""
-
-    @property
-    def factor(self) -> torch.Tensor | None:
-        """What `of_run` is still to be multiplied with."""
-
-    def clear(self, *, to_none: bool) -> None: ...
-
-    @property
-    def are_zero(self) -> bool:
-        """Whether they were made zero, and no pass has added to them since."""
-
-    def hides(self, param: torch.Tensor) -> bool:
-        """Whether `param` has a gradient that is not in `param.grad`."""
-
-    def kept(self) -> Kept:
-        """What is there for a new plan; it stays here as well."""
-
-    def take_over(self, kept: Kept) -> None:
-        """What was reduced under an earlier plan."""
-
-    are_whole: bool  # every rank has all of the mean, and not its part
-
-    @property
-    def nbytes(self) -> int:
-        """What they take on this rank between a backward pass and the step."""
-
-    @contextmanager
-    def watched(self, watch: CommTiming) -> Iterator[None]:
-        """Inside, `watch` sees how long it takes to reduce them."""
-        yield
-
-
 class ShardedGradients:
     """`param.grad` is None after backward; this rank's part of the mean lies in `current.shards`."""
 
-    are_whole = False
+    are_whole = False  # each rank has its part of the mean
 
-    def __init__(self, given: Surroundings, after_pass: Callable[[], None] | None = None) -> None:
+    def __init__(self, given: GradientContext, after_pass: Callable[[], None] | None = None) -> None:
         self._memory, self._params = given.memory, given.params
         self._channel = given.channel
-        self.current = GradientPass(
-            given.channel,
-            given.transport,
-            given.call_order,
-            given.memory,
-            given.params,
-            given.wire_dtype,
-            reuse_memory=given.reuse_memory,
-            wide=given.wide,
-        )
+        self.current = GradientPass(given)
         self._after_pass = after_pass
         self._call_order = given.call_order
         self.used: Sequence[int] = bytes(len(given.params))
@@ -156,17 +45,25 @@ class ShardedGradients:
         self._travelling = [given.params[place] for place in sorted(self.travels)]
         self.hooks = BackwardHooks(given.model, given.params, self.current, given.call_order, self._after_pass)
 
-    def settle(self, turn: Call | None) -> Sequence[int]:
+    def settle(self, call: Call | None) -> Sequence[int]:
+        """Before anything is done with gradients; `call` says what, if it waits for other ranks.
+
+        If no backward pass has reached a parameter here, it may have on other ranks, which wait for this one: so one is
+        made. Returns flags: which gradients came too late to be reduced, on any rank. Raises on all ranks if a backward
+        pass failed on one.
+        """
         self.hooks.recover()
-        all_rest = turn is Call.REPORT and self._call_order.idle.on_all_ranks(self.rest)
-        if self.rest and not all_rest and self._channel.world_size > 1:
-            self.make_up_for_a_pass()
-        if turn is not None:
-            self._call_order.prepare(turn)
+        all_rest = call is Call.REPORT and self._call_order.idle.on_all_ranks(self.rest)
+        if self._channel.world_size > 1:
+            if self.rest and not all_rest:
+                self.make_up_for_a_pass()
+            if call is not None:
+                self._call_order.prepare(call)
         return self.read()
 
     @property
     def rest(self) -> bool:
+        """Whether no backward pass was made here since the last step."""
         return self.current.phase is Phase.RESTING
 
     def make_up_for_a_pass(self) -> None:
@@ -185,6 +82,7 @@ class ShardedGradients:
             self._after_pass()
 
     def rest_again(self) -> None:
+        """No rank has made a pass: forget the one that was made up for."""
         self.current.drop_shards()
         self.current.stepped()
 
@@ -201,6 +99,7 @@ class ShardedGradients:
         return settled.late
 
     def reduce_late(self, late: Sequence[int]) -> None:
+        """Reduce these too: flags, of this plan's parameters. Raises on all ranks if one of them cannot."""
         failure = self.current.reduce_late(late)
         try:
             agree(self._channel, Claim("reducing gradients that came after their bucket", failure, Facts()))
@@ -210,17 +109,21 @@ class ShardedGradients:
         self.used = bytes(self.current.used)
 
     def land(self) -> None:
+        """Wait until all that was reduced is there for what is done from now on."""
         self.current.land_all()
 
     def of_run(self, bucket: int, run: Run) -> torch.Tensor | None:
+        """Return the mean gradients of neighbours, which all have one or none."""
         shard = self.current.land(bucket)
         return shard[run.start : run.stop] if shard is not None and self.used[run.pieces[0].param] else None
 
     def unsent(self) -> list[int]:
+        """Return the parameters whose gradient was never reduced, once all passes are settled."""
         with quickly():
             return [self._place[param] for param in self._travelling if gradient_of(param) is not None]
 
     def present(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Yield every piece of this rank that has a gradient, flat."""
         self.land()
         self.current.apply_factor()
         for number, bucket in enumerate(self._memory.buckets):
@@ -231,24 +134,29 @@ class ShardedGradients:
                         yield piece, part
 
     def stepped(self) -> None:
+        """Mark the gradients as consumed: what comes from now on is for the next step."""
         self.current.stepped()
 
     def shards(self) -> list[torch.Tensor]:
+        """Return all that this rank holds of the mean, to be scaled or clamped in place."""
         landed = [self.current.land(bucket) for bucket in range(len(self._memory.buckets))]
         self.current.apply_factor()
         return [shard for shard in landed if shard is not None and shard.numel()]
 
     def scale(self, factor: torch.Tensor, *, later: bool) -> None:
+        """Multiply all that this rank holds; `later`: the step does it, if nobody looks at it before."""
         self.current.factor = factor
         if not later:
             self.current.apply_factor()
 
     @property
     def factor(self) -> torch.Tensor | None:
+        """What `of_run` is still to be multiplied with."""
         return self.current.factor
 
     @property
     def are_zero(self) -> bool:
+        """Whether they were made zero, and no pass has added to them since."""
         return self.current.are_zero
 
     def clear(self, *, to_none: bool) -> None:
@@ -261,20 +169,24 @@ class ShardedGradients:
             self.current.zero()
 
     def hides(self, param: torch.Tensor) -> bool:
+        """Whether `param` has a gradient that is not in `param.grad`."""
         place = self._place.get(param)
         return place in self.travels and gradient_of(param) is None and bool(self.current.used[place])
 
     def kept(self) -> Kept:
+        """Return what is there for a new plan; it stays here as well."""
         self.hooks.recover()
         self.read()
         return Kept(self.current.phase, self.used, dict(self.present()))
 
     @property
     def nbytes(self) -> int:
+        """Bytes that they take on this rank between a backward pass and the step."""
         return sum(bucket.own.nbytes for bucket in self._memory.buckets)
 
     @contextmanager
     def watched(self, watch: CommTiming) -> Iterator[None]:
+        """Inside, `watch` sees how long it takes to reduce them."""
         self.current.replace_reductions(watch.reduction)
         try:
             yield
@@ -282,6 +194,7 @@ class ShardedGradients:
             self.current.replace_reductions(unwatched)
 
     def take_over(self, kept: Kept) -> None:
+        """Take what was reduced under an earlier plan."""
         used = self.used = bytes(kept.used).ljust(len(self._params), b"\0")
         shards: list[torch.Tensor | None] = [None] * len(self._memory.buckets)
         if any(used):

@@ -32,7 +32,7 @@ from shardstep.checkpoint.contents import unwrapped
 from shardstep.checkpoint.loading import load
 from shardstep.checkpoint.saving import save
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
-from shardstep.engine.planned import params_of
+from shardstep.engine.context import params_of
 from shardstep.engine.registry import owned_in
 from shardstep.optimizer import ShardedOptimizer
 

@@ -219,7 +219,7 @@ def _problems(optimizers: list[Any], module: Any, trainer: Any, precision: Any) 
             )
         elif optimizer.is_closed:
             yield f"{where} is closed: its parameters were sharded again by a later shard(self, ...)"
-        elif optimizer._config.step == "backward" and (trainer.gradient_clip_val or getattr(precision, "scaler", None)):
+        elif optimizer.config.step == "backward" and (trainer.gradient_clip_val or getattr(precision, "scaler", None)):
             yield f'{where} steps inside backward (step="backward"), which can neither be clipped nor scaled before'
 
 

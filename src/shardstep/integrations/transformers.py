@@ -120,7 +120,7 @@ def _check_optimizer(given: Any) -> None:
             "such a one from create_optimizer, where a trainer has its own"
         )
     if isinstance(given, ShardedOptimizer):
-        _check_config(given._config)
+        _check_config(given.config)
 
 
 def _check_config(config: ShardConfig | None) -> None:
