@@ -20,7 +20,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import batch, loss_of
 from shardstep import ShardConfig
-from shardstep.params import weight_arrival
+from shardstep.params.proxy import is_in_flight
 from training import assert_ranks_equal
 
 TINY_BUCKETS = 0.0002  # MB: about a bucket for every parameter
@@ -324,7 +324,7 @@ def test_a_traced_model_uses_new_weights(workers):
 
 
 def on_their_way(model: nn.Module) -> int:
-    return sum(hasattr(type(param), weight_arrival._MARK) for param in model.parameters())
+    return sum(map(is_in_flight, model.parameters()))
 
 
 def goes_on_before_the_others_have_sent() -> tuple[float, float]:

@@ -28,7 +28,7 @@ from fast_lane_training import (
     loss_of,
 )
 from shardstep import Layout, ShardConfig
-from shardstep.gradients.guard import gradient_of
+from shardstep.params.proxy import gradient_of
 from training import assert_ranks_equal, raised
 
 ELEMENTWISE: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [

@@ -20,7 +20,7 @@ import shardstep
 from fast_lane_training import Net, batch, loss_of
 from shardstep import ShardConfig
 from shardstep.comm.agreement import Claim, Facts
-from shardstep.gradients.guard import gradient_of
+from shardstep.params.proxy import gradient_of
 from training import raised
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "shardstep"
-ORDER = ["format", "planning", "comm", "params", "gradients", "optimizers", "stepping", "state", "config", "engine",
-         "gradient_surface", "state_surface", "optimizer", "drop_in", "zero_redundancy_optimizer", "ddp_zero_hook",
-         "checkpoint", "convert", "integrations", "cli", "__main__"]  # fmt: skip
+ORDER = ["format", "torch_internals", "planning", "comm", "params", "gradients", "optimizers", "stepping", "state",
+         "config", "engine", "gradient_surface", "state_surface", "optimizer", "drop_in", "zero_redundancy_optimizer",
+         "ddp_zero_hook", "checkpoint", "convert", "integrations", "cli", "__main__"]  # fmt: skip
 FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
 
 

@@ -36,7 +36,6 @@ from shardstep.engine.validation import (
 )
 from shardstep.gradient_surface import GradientSurface
 from shardstep.gradients.grad_scaler import Unscaled, unscale_kept
-from shardstep.gradients.guard import guard, release
 from shardstep.gradients.inside_ddp import refuse_ddp
 from shardstep.optimizers.layout_policy import choose_layouts, why_uneven
 from shardstep.optimizers.local_optimizer import (
@@ -50,6 +49,7 @@ from shardstep.optimizers.local_optimizer import (
 )
 from shardstep.optimizers.option_lines import class_line, option_keys, option_lines
 from shardstep.optimizers.several_classes import check_class, read_classes, shared_options, with_own_options
+from shardstep.params.proxy import attach_proxies, detach_proxies
 from shardstep.planning import Layout, Plan, read_specs
 from shardstep.state_surface import StateSurface
 from shardstep.stepping.masters import (
@@ -138,7 +138,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
             warnings.warn(reason, stacklevel=3)
         if channel.rank == 0 and (reason := self._why_uneven(plan)):
             warnings.warn(reason, stacklevel=3)
-        guard(self, params_of(self.param_groups))
+        attach_proxies(self, params_of(self.param_groups))
         take(self)
         self._ready = True
 
@@ -193,12 +193,12 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
             try:
                 self._engine.close(self.param_groups)
             finally:
-                release(self, params_of(self.param_groups))
+                detach_proxies(self, params_of(self.param_groups))
 
     def leave_peers(self) -> None:
         """This is a forked process: the model here is nobody's, and the optimizer cannot be used."""
         self._closed, self._why_closed = True, FORKED
-        release(self, params_of(self.param_groups))
+        detach_proxies(self, params_of(self.param_groups))
         self._engine.detach()
         self._engine = Forked(self._engine)  # type: ignore[assignment]
 
@@ -213,7 +213,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
                 try:
                     self._engine.let_go(self.param_groups)
                 finally:
-                    release(self, params_of(self.param_groups))
+                    detach_proxies(self, params_of(self.param_groups))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -321,12 +321,12 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         try:
             layouts, elementwise = self._take_group(param_group, before)
             added = self.param_groups[-1]["params"]
-            guard(self, added)
+            attach_proxies(self, added)
             recipe = Recipe(self._class, self._defaults, layouts, elementwise)
             planned = self._engine.try_plan(self.param_groups, trainable_of(self.param_groups), recipe)
             self._engine.replan(self.param_groups, planned, added)
         except BaseException:
-            release(self, added)
+            detach_proxies(self, added)
             del self.param_groups[before:]
             raise
         self._layouts, self._elementwise = list(layouts), list(elementwise)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
 
 from shardstep.comm.agreement import Claim, Facts, agree
@@ -22,6 +20,7 @@ from shardstep.state.reading import read_saved
 from shardstep.state.sharded_state import PartOfState, assemble, joined, parts_by_place
 from shardstep.state.state_dict import ShownState, pack_groups, shown_state
 from shardstep.stepping.element_state import Entry
+from shardstep.torch_internals import frame_of_caller, is_init_optim_state
 
 
 class StateSurface(Optimizer):
@@ -39,7 +38,7 @@ class StateSurface(Optimizer):
     def state(self) -> Any:
         """By parameter, the elements of the state that this rank holds, flat and in order. Writing to it raises."""
         shown = shown_state(self._engine.share.entries(), params_of(self.param_groups))
-        if not shown and sys._getframe(1).f_code is _init_optim_state.__code__:
+        if not shown and is_init_optim_state(frame_of_caller()):
             raise RuntimeError(
                 "this sharded optimizer has no state yet, and torch.distributed.checkpoint.state_dict would make some "
                 "by a step of its own: load with shardstep.load(path, model, opt), after `shardstep convert` where "

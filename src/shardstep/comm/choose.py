@@ -19,6 +19,7 @@ from shardstep.comm.mixed import MixedDevices
 from shardstep.comm.nccl import Collectives
 from shardstep.comm.single import SingleRank
 from shardstep.comm.transport import Transport
+from shardstep.torch_internals import count_process_groups, process_groups_counted_as
 
 
 def open_transport(
@@ -92,26 +93,16 @@ class _Communicators:
 
 
 def _new_group(channel: Channel, kind: str) -> Any:
-    """A group of the same ranks, which nobody else need call for.
-
-    torch names it after how many groups a rank is in. That may differ from rank to rank, and then they would wait for
-    each other under different names: so every rank counts up to the same number for as long as it takes.
-    """
+    """Make a group of the same ranks; only these call. Meanwhile all of them count the same number of groups."""
     assert channel.hosts is not None
-    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
-    count = int.from_bytes(channel.hosts.combine(len(names).to_bytes(4, "big")).highest, "big")
-    padding = {object(): f"shardstep/{number}" for number in range(count - len(names))}
-    names.update(padding)
-    try:
+    highest = channel.hosts.combine(count_process_groups().to_bytes(4, "big")).highest
+    with process_groups_counted_as(int.from_bytes(highest, "big")):
         return dist.new_group(
             dist.get_process_group_ranks(channel.group),
             timeout=timeout_of(channel.group),
             backend=channel.backends[kind],
             use_local_synchronization=True,
         )
-    finally:
-        for stand_in in padding:
-            del names[stand_in]
 
 
 _communicators: dict[str, _Communicators] = {}

@@ -9,7 +9,6 @@ passes of a step. It steps its own share with what the others have, and with the
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from shardstep.engine.gradient_calls import clamp, clip, norms
 from shardstep.engine.planned import ParamGroups, params_of
 from shardstep.engine.step import Engine
 from shardstep.state.join_sync import hand_over
+from shardstep.torch_internals import variables_of_join
 
 _CALLS: dict[Call, Callable[..., Any]] = {Call.NORMS: norms, Call.CLIP_NORM: clip, Call.CLIP_VALUE: clamp}
 
@@ -41,7 +41,7 @@ class FastLaneJoinHook(JoinHook):
                 "divide_by_initial_world_size=False is not supported: gradients are divided by the number of all ranks "
                 "of the group, which is also the default of DistributedDataParallel"
             )
-        call = _call_of_join()
+        call = variables_of_join()
         if len(call["joinables"]) != 1:
             raise ValueError(
                 "Join([optimizer]) takes a sharded optimizer by itself: others that join with it would be asked to "
@@ -120,13 +120,3 @@ def _follow(engine: Engine, groups: ParamGroups) -> None:
         engine.step_together(groups, None, engine.look(groups))
     else:
         _CALLS[turn](engine, groups, **told)
-
-
-def _call_of_join() -> dict[str, Any]:
-    """The variables of Join's constructor: it asks each optimizer for its hook, and says nothing of the others."""
-    frame = sys._getframe(1)
-    while frame.f_code is not Join.__init__.__code__:
-        if frame.f_back is None:
-            raise RuntimeError("join_hook() is for torch.distributed.algorithms.join.Join to call")
-        frame = frame.f_back
-    return frame.f_locals

@@ -35,7 +35,7 @@ from shardstep.engine.step_in_backward import HALF_STEPPED, REASON
 from shardstep.engine.validation import check_apart, check_lookups, check_parameters
 from shardstep.optimizers.local_optimizer import check_shapes
 from shardstep.params.compiled import compile_in_regions
-from shardstep.params.pending_gathers import VERDICT, PendingGathers, books
+from shardstep.params.pending_gathers import VERDICT, PendingGathers
 from shardstep.params.profiler_ranges import is_profiled, named
 from shardstep.params.views import move_out, span_of
 from shardstep.params.weight_arrival import Readers, WeightArrivals
@@ -146,8 +146,7 @@ class Engine(Planned):
         if self._arrivals is None or self._arrivals.has_readers_that_do_not_ask or planned or failure is not None:
             self.synchronize()
         else:
-            with books:  # another thread may have waited for some of them already
-                self._arrivals.begin(list(self._open))
+            self._arrivals.begin(self._open)
         if planned is not None:
             self.replan(groups, planned)
 
@@ -352,9 +351,8 @@ class Engine(Planned):
                 if self._arrivals is None:
                     self._watch_weights()
                 assert self._arrivals is not None, "made just now"
-                with books:
-                    self._open.update(dict.fromkeys(range(len(self.plan.buckets))))
-                    self._arrivals.begin(list(self._open))
+                self._open.update(dict.fromkeys(range(len(self.plan.buckets))))
+                self._arrivals.begin(self._open)
                 return
         left = "Some weights may be averages"
         try:

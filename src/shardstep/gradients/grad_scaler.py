@@ -18,7 +18,7 @@ import torch
 
 from shardstep.comm.transport import Transport
 from shardstep.gradients.clipping import of_one_kind
-from shardstep.gradients.guard import gradient_of
+from shardstep.params.proxy import gradient_of
 
 _OF_THE_SCALER = (torch.float32, torch.float64, torch.float16)  # what its kernel takes on every device
 

@@ -20,8 +20,8 @@ import torch
 from torch._utils import _flatten_dense_tensors
 
 from shardstep.comm.transport import Transport
-from shardstep.gradients.guard import gradient_of
 from shardstep.params.flat import BucketMemory, FlatMemory
+from shardstep.params.proxy import gradient_of
 from shardstep.params.views import flat_gradient, quickly
 from shardstep.planning import Piece
 

@@ -26,11 +26,11 @@ from shardstep.comm.encoding import gradient_dtype
 from shardstep.comm.host_groups import RanksDivergedError
 from shardstep.comm.transport import Reduction, Transport
 from shardstep.gradients.clipping import multiply
-from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.packing import GradientPacking, Parts
 from shardstep.gradients.shard_memory import ShardMemory
 from shardstep.params.flat import FlatMemory
 from shardstep.params.profiler_ranges import is_profiled, named
+from shardstep.params.proxy import gradient_of
 from shardstep.params.views import quickly
 
 

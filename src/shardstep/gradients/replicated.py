@@ -11,9 +11,9 @@ import torch
 
 from shardstep.comm.call_order import Call
 from shardstep.comm.comm_timing import CommTiming, EachByItself, Sender
-from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.sharded import Kept, ShardedGradients, Surroundings
 from shardstep.params.flat import FlatMemory
+from shardstep.params.proxy import gradient_of
 from shardstep.params.views import flat_gradient
 from shardstep.planning import Piece
 from shardstep.planning.runs import Run

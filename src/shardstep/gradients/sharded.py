@@ -15,10 +15,10 @@ from shardstep.comm.call_order import Call, CallOrder
 from shardstep.comm.channel import Channel
 from shardstep.comm.comm_timing import CommTiming, unwatched
 from shardstep.comm.transport import Transport
-from shardstep.gradients.guard import gradient_of
 from shardstep.gradients.hooks import BackwardHooks
 from shardstep.gradients.passes import GradientPass, Phase
 from shardstep.params.flat import FlatMemory
+from shardstep.params.proxy import gradient_of
 from shardstep.params.views import quickly
 from shardstep.planning import Piece
 from shardstep.planning.runs import Run

@@ -1,4 +1,4 @@
-"""Hooks that a model carries while it is sharded, and that its copies do not."""
+"""Hooks on the modules of a sharded model, which copies of the model do not have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class _Unscriptable:
-    """An object that is a hook. torch.jit.script compiles hooks, and takes functions only: it asks for their name."""
+    """An object that is a hook. torch.jit.script compiles functions only, and asks a hook for its name."""
 
     @property
     def __name__(self) -> str:
@@ -21,27 +21,14 @@ class _Unscriptable:
 
 
 class ModelHook(_Unscriptable):
-    """A copy of the model, or one that was saved, has a hook in its place that does nothing.
+    """A hook that is copied and pickled as one that does nothing.
 
-    A function made inside another, as hooks often are, would keep the model from being pickled; and what a copy
-    computes is not ours to wait for or to reduce.
+    A copy of the model has no weights to wait for and no gradients to reduce. A local function, as hooks often are,
+    would keep the model from being pickled at all.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Nothing, ())
-
-
-def hook_first(module: nn.Module, hook: Callable[[nn.Module, Any], None]) -> RemovableHandle:
-    """Before hooks that are there already.
-
-    Not by `prepend=True`: that turns the order of the hooks, and not that in which their dict was filled, by which the
-    compiler of torch 2.11 counts them; it then looks for the attributes of one hook in another.
-    """
-    handle = module.register_forward_pre_hook(hook)
-    hooks = module._forward_pre_hooks
-    for key in list(hooks)[:-1]:
-        hooks[key] = hooks.pop(key)
-    return handle
 
 
 class _Nothing(_Unscriptable):
@@ -49,3 +36,16 @@ class _Nothing(_Unscriptable):
 
     def __call__(self, *_: Any) -> None:
         return None
+
+
+def hook_first(module: nn.Module, hook: Callable[[nn.Module, Any], None]) -> RemovableHandle:
+    """Register a forward pre-hook that runs before those that `module` has.
+
+    `prepend=True` changes the order in which hooks run, but not the order of the dict that they were put into. The
+    compiler of torch 2.11 goes by that one, and looks for the attributes of one hook in another.
+    """
+    handle = module.register_forward_pre_hook(hook)
+    hooks = module._forward_pre_hooks
+    for key in list(hooks)[:-1]:
+        hooks[key] = hooks.pop(key)
+    return handle

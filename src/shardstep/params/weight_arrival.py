@@ -1,9 +1,6 @@
-"""Weights that are on their way: whatever touches one waits for it.
+"""When weights in flight are waited for, with gather="overlap": whatever uses one finds it finished.
 
-[Note: touching] While its values arrive, a parameter is of a subclass of its own class, of which torch asks
-`__torch_function__` before it does anything with it: that waits, and makes the parameter what it was. So forward,
-state_dict, load_state_dict, averages of weights, copies and norms find finished weights, and no program needs to know
-that they were on their way. What torch does not ask about:
+Most uses are seen by the parameters themselves (proxy.py). torch does not ask a parameter where it is used by
 
 - an extension in C++ that is handed a parameter: before a module's forward its parameters are waited for, too, and
   before hooks that were there already (weight_norm, spectral_norm and pruning compute weights in theirs);
@@ -14,8 +11,6 @@ that they were on their way. What torch does not ask about:
 
 from __future__ import annotations
 
-import copy
-import functools
 import os
 import sys
 import threading
@@ -31,44 +26,36 @@ from torch.utils.hooks import RemovableHandle
 
 from shardstep.params.compiled import cover_compiled, uncover
 from shardstep.params.model_hooks import ModelHook, hook_first
-from shardstep.params.pending_gathers import books
+from shardstep.params.pending_gathers import in_flight_lock
+from shardstep.params.proxy import set_at_rest, set_in_flight
 
 _is_tracing: Callable[[], bool] = torch.jit._trace.is_tracing
-_of_param: dict[int, weakref.ref[WeightArrivals]] = {}  # by the identity of a parameter that is on its way
-_MARK = "_shardstep_is_on_its_way"
-_everyone: weakref.WeakSet[WeightArrivals] = weakref.WeakSet()
-
-_tensor: Any = torch.Tensor
-# What can be asked of a parameter that is on its way.
-_NO_VALUES = {
-    getattr(_tensor, name).__get__
-    for name in ("grad", "requires_grad", "shape", "dtype", "device", "layout", "is_leaf", "grad_fn", "is_cuda")
-} | {
-    _tensor.grad.__set__,
-    _tensor.requires_grad.__set__,
-    _tensor.numel,
-    _tensor.dim,
-    _tensor.size,
-    _tensor.is_floating_point,
-    _tensor.is_complex,
-}
+_all_arrivals: weakref.WeakSet[WeightArrivals] = weakref.WeakSet()
 
 
 class Readers:
-    """Who reads weights without asking. Compiled code can set this, where it cannot call us."""
+    """Which code reads weights without asking whether they have arrived."""
 
     def __init__(self) -> None:
         self.compiled = False
         self.traced = False
         self.in_regions = False  # the model is compiled by `opt.compile()`, whose regions wait
-        self.told = False  # the program was; a new plan is no reason to tell it again
+        self.is_warned = False  # a new plan is no reason to warn again
 
     def name(self) -> str | None:
         return "torch.compile" if self.compiled else "torch.jit.trace or a CUDA graph" if self.traced else None
 
+    def note_compiled(self) -> None:
+        """A hook was called by the compiler, which traces it: setting an attribute is all that it can do here."""
+        if not self.in_regions:
+            self.compiled = True
+
 
 class WeightArrivals:
-    """Of one plan. `buckets_of` are those of each parameter; `wait` waits for buckets, and calls `landed`."""
+    """The parameters of one plan, and for which buckets of weights in flight each of them waits.
+
+    `wait` waits for buckets and has `landed` called with them; `wait_for_all` waits for all of them.
+    """
 
     def __init__(
         self,
@@ -84,16 +71,16 @@ class WeightArrivals:
         for param, buckets in buckets_of.items():
             for bucket in buckets:
                 self._params_of.setdefault(bucket, []).append(param)
-        self._missing: dict[int, set[int]] = {}  # of a parameter on its way: the buckets that have not landed
+        self._missing: dict[int, set[int]] = {}  # of a parameter in flight: the buckets that have not landed
         self._wait, self._wait_for_all = weakref.WeakMethod(wait), weakref.WeakMethod(wait_for_all)
         self._readers = readers
         self._model = weakref.ref(model)
         self._covered: list[nn.Module] = []  # compiled in place: they wait before they are called
-        self._in_compiled: list[int] = []  # threads inside code whose weights are waited for
+        self._in_compiled: list[int] = []  # threads that run compiled code whose weights are waited for
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
             readers.traced = True
         self._hooks = self._hook(model, buckets_of)
-        _everyone.add(self)
+        _all_arrivals.add(self)
         self._cover_compiled()
 
     def _hook(
@@ -113,7 +100,7 @@ class WeightArrivals:
     def _cover_compiled(self) -> bool:
         """Let modules that were compiled in place wait before their code runs; return whether there are new ones.
 
-        Before that code is traced: hooks would be traced with it, and taking them away compiles it again.
+        Called before that code is traced: hooks would be traced with it, and removing them would compile it again.
         """
         model = self._model()
         found = [] if model is None else cover_compiled(model, weakref.ref(self))
@@ -124,18 +111,22 @@ class WeightArrivals:
         return bool(found)
 
     def remove(self) -> None:
-        """Nothing is on its way any more."""
+        """Remove the hooks; no parameter is in flight any more."""
         uncover(self._covered)
         for handle in self._hooks.values():
             handle.remove()
         self.landed(list(self._params_of))
 
+    def __del__(self) -> None:
+        """The optimizer is gone. What is in flight is received into memory that nobody else gets."""
+        self.landed(list(self._params_of))
+
     @property
     def has_readers_that_do_not_ask(self) -> bool:
-        """Then weights must have arrived when `step` returns."""
+        """Whether weights must have arrived when `step` returns."""
         name = self._readers.name()
-        if name is not None and not self._readers.told:
-            self._readers.told = True
+        if name is not None and not self._readers.is_warned:
+            self._readers.is_warned = True
             warnings.warn(
                 f'gather="overlap" hides nothing here: {name} reads weights without asking whether they have arrived, '
                 'so step() waits for them, as with gather="wait". Compile the model by opt.compile(), or block by '
@@ -144,21 +135,20 @@ class WeightArrivals:
             )
         return name is not None
 
-    def begin(self, buckets: Iterable[int]) -> None:
-        """These are on their way."""
+    def begin(self, pending: Iterable[int]) -> None:
+        """Set the parameters of these buckets in flight; another thread may be about to take some out of `pending`."""
         _watch_the_compiler()
-        with books:
-            for bucket in buckets:
+        with in_flight_lock:
+            for bucket in pending:
                 for param in self._params_of.get(bucket, ()):
                     if id(param) not in self._missing:
                         self._missing[id(param)] = set()
-                        _of_param[id(param)] = weakref.ref(self)
-                        param.__class__ = _arriving(type(param))
+                        set_in_flight(param, self)
                     self._missing[id(param)].add(bucket)
 
     def landed(self, buckets: Iterable[int]) -> None:
-        """What is done from now on finds their values."""
-        with books:
+        """Set parameters at rest whose last bucket is among these: what is done from now on finds their values."""
+        with in_flight_lock:
             for bucket in buckets:
                 for param in self._params_of.get(bucket, ()):
                     missing = self._missing.get(id(param))
@@ -166,49 +156,41 @@ class WeightArrivals:
                         continue
                     missing.discard(bucket)
                     if not missing:
-                        _has_arrived(param)
-                        del self._missing[id(param)], _of_param[id(param)]
-
-    def finish(self) -> None:
-        """Wait for all weights, and for nothing else."""
-        wait = self._wait()
-        if wait is not None:
-            wait(list(self._params_of))
-
-    def touch(self, param: torch.Tensor) -> None:
-        wait = self._wait()
-        if wait is None:  # the optimizer is gone, and whatever arrives is nobody's
-            self.landed(list(self._params_of))
-        else:
-            wait(self._buckets_of[id(param)])
-
-    def __del__(self) -> None:
-        """The optimizer is gone. What arrives goes on arriving, in memory that nobody else gets."""
-        self.landed(list(self._params_of))
-
-    def compiler_starts(self) -> None:
-        """Code is compiled while weights are on their way: it may be code that uses them."""
-        found = self._cover_compiled()
-        if threading.get_ident() not in self._in_compiled and self._missing and not found:
-            self._readers.compiled = True
-        self.wait_for_all()
-
-    # -- for compiled code ---------------------------------------------------------------------------------------------
+                        set_at_rest(param)
+                        del self._missing[id(param)]
 
     def wait_for(self, params: Sequence[Any]) -> None:
+        """Return when the values of `params` have arrived; anything else among them is ignored."""
         wait = self._wait()
-        if self._missing and wait is not None:
-            wait(sorted({bucket for param in params for bucket in self._missing.get(id(param), ())}))
+        if wait is None:  # the optimizer is gone: nobody delivers them
+            self.landed(list(self._params_of))
+        elif self._missing:
+            wait(sorted({bucket for param in params for bucket in self._buckets_of.get(id(param), ())}))
 
     def wait_for_all(self) -> None:
         wait_for_all = self._wait_for_all()
         if self._missing and wait_for_all is not None:
             wait_for_all()
 
+    def finish(self) -> None:
+        """Wait for all weights, and not for the agreement whether all ranks have succeeded."""
+        wait = self._wait()
+        if wait is not None:
+            wait(list(self._params_of))
+
+    # -- for compiled code ---------------------------------------------------------------------------------------------
+
+    def prepare_to_compile(self) -> None:
+        """Called before code is compiled. If weights are in flight, it may be code that uses them."""
+        found = self._cover_compiled()
+        if threading.get_ident() not in self._in_compiled and self._missing and not found:
+            self._readers.compiled = True
+        self.wait_for_all()
+
     def hand_over(self) -> None:
-        with books:
+        with in_flight_lock:
             for place in self._missing:
-                _has_arrived(self._param_of[place])
+                set_at_rest(self._param_of[place])
 
     def run_compiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         thread = threading.get_ident()
@@ -219,63 +201,8 @@ class WeightArrivals:
             self._in_compiled.remove(thread)
 
 
-@functools.cache
-def _arriving(kind: type) -> type:
-    """The class of a parameter of class `kind` while it is on its way."""
-    is_plain = kind.__torch_function__ is torch._C._disabled_torch_function_impl  # type: ignore[attr-defined]
-
-    def wait_and_call(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del cls, types
-        if is_plain and func in _NO_VALUES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        _touch_all(torch.utils._pytree.tree_leaves((args, kwargs)))
-        return func(*args, **(kwargs or {}))
-
-    def deep_copy(self: Any, memo: Any) -> Any:
-        """torch asks a parameter's class before it looks at its values: a copy would be on its way for ever."""
-        _touch_all([self])
-        return copy.deepcopy(self, memo)
-
-    def as_text(self: Any) -> str:
-        _touch_all([self])
-        return repr(self)
-
-    names = {"__torch_function__": classmethod(wait_and_call), "__deepcopy__": deep_copy, "__repr__": as_text}
-    return type(kind)(kind.__name__, (kind,), {**names, "__module__": kind.__module__, _MARK: True})
-
-
-def _has_arrived(param: Any) -> None:
-    """Called with the books in hand: another thread may be about to do the same, or the opposite."""
-    if _MARK in vars(type(param)):
-        param.__class__ = type(param).__base__
-
-
-def _touch_all(leaves: Sequence[Any]) -> None:
-    """Whatever they are, none of them is on its way after this."""
-    arriving = [leaf for leaf in leaves if hasattr(type(leaf), _MARK)]
-    for leaf in arriving:
-        arrivals = _of_param.get(id(leaf))
-        target = None if arrivals is None else arrivals()
-        if target is not None:
-            target.touch(leaf)  # if it is on its way again after this, whoever uses it is asked again
-        else:
-            _forget(leaf)
-    if not arriving:  # it is hidden in an argument of a kind that we do not know: all of them
-        for everyone in list(_everyone):
-            everyone.compiler_starts()
-
-
-def _forget(param: Any) -> None:
-    """Its optimizer is gone; or it has arrived just now, in another thread."""
-    with books:
-        arrivals = _of_param.get(id(param))
-        if arrivals is None or arrivals() is None:
-            _has_arrived(param)
-
-
 class _BeforeUse(ModelHook):
-    """Before a module's forward its parameters have arrived."""
+    """Waits for a module's parameters before its forward."""
 
     def __init__(self, wait: weakref.ref[Any], buckets: Sequence[int], readers: Readers) -> None:
         self._wait, self._buckets, self._readers = wait, buckets, readers
@@ -283,8 +210,7 @@ class _BeforeUse(ModelHook):
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         del module, inputs
         if torch.compiler.is_compiling():
-            if not self._readers.in_regions:
-                self._readers.compiled = True
+            self._readers.note_compiled()
             return
         wait = self._wait()
         if wait is not None:
@@ -292,7 +218,7 @@ class _BeforeUse(ModelHook):
 
 
 class _BeforeModel(ModelHook):
-    """Without gradients, as in an evaluation, kernels of torch's own take many parameters at once: all have arrived."""
+    """Without gradients, as in an evaluation, kernels of torch's own take many parameters at once: waits for all."""
 
     def __init__(self, wait_for_all: weakref.ref[Any], readers: Readers) -> None:
         self._wait_for_all, self._readers = wait_for_all, readers
@@ -300,8 +226,7 @@ class _BeforeModel(ModelHook):
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         del module, inputs
         if torch.compiler.is_compiling():
-            if not self._readers.in_regions:
-                self._readers.compiled = True
+            self._readers.note_compiled()
             return
         _watch_the_compiler()
         if _is_tracing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
@@ -312,28 +237,26 @@ class _BeforeModel(ModelHook):
 
 
 def _finish_before_fork() -> None:
-    """A forked process has no peers, and no weight must be on its way there."""
-    for arrivals in list(_everyone):
-        with suppress(Exception):  # who reads a weight after this, here, is told
+    """A forked process has no peers: no weight must be in flight there."""
+    for arrivals in list(_all_arrivals):
+        with suppress(Exception):  # it is raised where a weight is read after this, in the parent
             arrivals.finish()
-    books.acquire()  # no other thread has them: it would not be there to put them back
+    in_flight_lock.acquire()  # another thread that held it would not be there to release it
 
 
-def _put_books_back() -> None:
-    books.release()
+os.register_at_fork(
+    before=_finish_before_fork, after_in_parent=in_flight_lock.release, after_in_child=in_flight_lock.release
+)
 
 
-os.register_at_fork(before=_finish_before_fork, after_in_parent=_put_books_back, after_in_child=_put_books_back)
-
-
-def _compiler_starts(*_: Any) -> None:
-    for arrivals in list(_everyone):
-        arrivals.compiler_starts()
+def _prepare_all_to_compile(*_: Any) -> None:
+    for arrivals in list(_all_arrivals):
+        arrivals.prepare_to_compile()
 
 
 def _watch_the_compiler() -> None:
-    """Where a program has loaded the compiler: it is told before code is compiled."""
-    watching = sys.modules.get("torch._dynamo.callback")
-    handler = getattr(watching, "callback_handler", None)
-    if handler is not None and _compiler_starts not in handler.start_callbacks:
-        handler.register_start_callback(_compiler_starts)
+    """Have `_prepare_all_to_compile` called before code is compiled, if the program has loaded the compiler."""
+    loaded = sys.modules.get("torch._dynamo.callback")
+    handler = getattr(loaded, "callback_handler", None)
+    if handler is not None and _prepare_all_to_compile not in handler.start_callbacks:
+        handler.register_start_callback(_prepare_all_to_compile)
