@@ -1,12 +1,12 @@
 """torch.amp.GradScaler, where gradients lie in shards.
 
-The scaler goes over an optimizer's parameters, multiplies what is in `param.grad` by 1 / scale, and notes whether all
-of it was finite; if not, nothing is stepped. It asks for `param.grad`, and the guard sees who asks. At the first
-question everything is done: this rank's shards are multiplied, and the ranks combine whether anything was not finite on
-any of them. The scaler itself gets one number to look at, the same on every rank: zero, or inf.
+The scaler reads `param.grad` of every parameter of an optimizer, multiplies it by 1 / scale, and notes whether all of
+it was finite; if not, nothing is stepped. A parameter's proxy sees that the scaler reads it (params/proxy.py). At the
+first read everything is done: this rank's shards are multiplied, and the ranks combine whether anything was not finite
+on any of them. The scaler itself gets a tensor of one element as its only gradient, the same on every rank: zero or inf.
 
-One number, whatever the rank holds: with several on several devices the scaler would count 2, and torch's fused kernels
-skip a step where it counted 1, and only there. Nothing here asks a device for a number.
+It is one tensor, whatever this rank holds: with several on several devices the scaler would count 2, and torch's fused
+kernels skip a step only where it counted 1. The host does not wait for a device here.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ _OF_THE_SCALER = (torch.float32, torch.float64, torch.float16)  # what its kerne
 
 
 class Unscaled:
-    """The answers to one `call` of the scaler, which is known by a tensor that it has made for it."""
+    """What the scaler finds in `param.grad` during one call. `call` is the tensor that it has made for that call."""
 
     def __init__(self, call: torch.Tensor | None = None, verdict: torch.Tensor | None = None) -> None:
-        """`verdict` is found once, in place of the first gradient that is asked for; without it, what is there is."""
+        """The first parameter that is read shows `verdict`, and the others none; without it, all show what they have."""
         self.call, self._verdict = call, verdict
         self._first: torch.Tensor | None = None
 
     def of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return what the scaler is to find in `param.grad`."""
         if self._verdict is None:
             found: torch.Tensor | None = gradient_of(param)
             return found
         if self._first is None:
             self._first = param
-        return self._verdict if param is self._first else None  # it asks several times for each
+        return self._verdict if param is self._first else None  # the scaler reads each of them several times
 
 
 @torch.no_grad()
 def unscale(
     transport: Transport, shards: Sequence[torch.Tensor], inverse: torch.Tensor, like: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply this rank's shards by `inverse`. Returns inf if anything was not finite on any rank, or else zero."""
+    """Multiply this rank's shards by `inverse`. Return inf if anything was not finite on any rank, or else zero."""
     flags = [torch.zeros(1, dtype=torch.float32, device=like.device)]
     for members in of_one_kind([torch.view_as_real(one) if one.is_complex() else one for one in shards]):
         factor = inverse.to(members[0].device, non_blocking=True)
@@ -61,7 +62,7 @@ def unscale(
 
 
 def unscale_kept(params: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
-    """What is in `param.grad`, on every rank all of it: a kernel that is given `scale` divides what it steps."""
+    """Divide what is in `param.grad` by `scale`: on every rank all of it, where a kernel divides what that rank steps."""
     gradients = [gradient for param in params if (gradient := gradient_of(param)) is not None]
     for members in of_one_kind(gradients):
         torch._foreach_div_(members, scale.to(members[0].device, non_blocking=True))

@@ -1,14 +1,14 @@
-"""From autograd to the pass: which gradient is there, and when a backward pass is over.
+"""Hooks of autograd: they report which gradient is ready, and when a backward pass has ended.
 
 [Note: the outermost pass] The end of a pass is a callback that autograd runs for the graph on which it was queued. With
 reentrant checkpointing a backward pass runs others inside itself, and a callback queued from a parameter's hook would
-end with the inner one, too early. So it is queued when the gradient of the model's output comes, which is always in the
-outermost; from a parameter's hook only where the loss does not go through the model's forward.
+run when the inner one ends, too early. So it is queued when the gradient of the model's output is computed, which is
+always in the outermost pass; from a parameter's hook only if the loss does not depend on the model's output.
 
 [Note: passes that raise] A pass that raises runs no callback, and the other ranks wait for the rest of its messages. So
-it is ended by the next call that could wait for them. Autograd drops its callbacks when it is done with a pass, whether
-that raised or not: as long as the callback is alive the pass runs, perhaps in another thread. A forward ends a pass of
-its own thread only; other threads may call the model at any time.
+it is ended by the next call that could wait for these ranks. Autograd drops its callbacks when it is done with a pass,
+whether that raised or not: as long as the callback is alive the pass runs, perhaps in another thread. A forward ends a
+pass of its own thread only; other threads may call the model at any time.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shardstep.gradients.inside_ddp import refuse_inside_ddp
 from shardstep.gradients.passes import GradientPass
 from shardstep.params.model_hooks import ModelHook
 
-# Seconds: autograd's thread of a device may drop a pass that raised a moment after the caller has its error.
+# Seconds: the caller may have its error a moment before autograd's thread of a device drops the pass that raised.
 PATIENCE = 5.0
 
 
 class BackwardHooks:
-    """Tells `current` of the gradients of `params`, by their place; `done` is called at the end of a reduced pass."""
+    """Reports gradients of `params` to `current` by their index; calls `done` at the end of a pass that is reduced."""
 
     def __init__(
         self,
@@ -47,18 +47,18 @@ class BackwardHooks:
     ) -> None:
         self._pass, self._call_order = current, call_order
         self._done = done
-        # autograd's, at the end of the pass: see [Note: passes that raise]
+        # What autograd calls at the end of the pass: see [Note: passes that raise].
         self._callback: weakref.ref[Any] | None = None
-        self._thread = 0  # that of the forward which the pass goes back through
+        self._thread = 0  # the one that ran the forward of this pass
         self._handles: list[RemovableHandle] = []
         try:
             self._register(model, params)
         except BaseException:
-            self.remove()  # or those that are there would reduce the passes of whatever comes after
+            self.remove()  # the hooks that are registered would reduce later passes
             raise
 
     def _register(self, model: nn.Module, params: Sequence[torch.Tensor]) -> None:
-        """The hooks live as long as the parameters; a reference to this object would keep it alive as long."""
+        """Register hooks that hold this object weakly: they live as long as the parameters."""
         me = weakref.ref(self)
         act, order = _when_ready(me), self._pass.order
         for place, param in enumerate(params):
@@ -73,19 +73,20 @@ class BackwardHooks:
             handle.remove()
 
     def ready(self, place: int) -> None:
+        """Called when the gradient of a parameter is there."""
         if self._call_order.syncs:
             self.arm(threading.get_ident())
             self._pass.ready(place)
 
-    def output_came(self, thread: int) -> None:
-        """The gradient of what the model has returned in `thread`: a backward pass has begun."""
+    def begin(self, thread: int) -> None:
+        """Called when a backward pass reaches the output of a forward that ran in `thread`."""
         if self._call_order.syncs:
             self.arm(thread)
 
     def arm(self, thread: int) -> None:
-        """Queue the end of the pass that runs now, and goes back through a forward of `thread`."""
+        """Queue a callback for the end of the pass that runs now, whose forward ran in `thread`."""
         if self._has_raised():
-            self._end_failed()  # no forward, and no call of ours, came after it
+            self._end_failed()  # neither a forward nor a call of ours came after it
         if self._callback is None:
             callback = functools.partial(self._end)
             self._callback, self._thread = weakref.ref(callback), thread
@@ -93,7 +94,7 @@ class BackwardHooks:
 
     def _end(self) -> None:
         ended = self._pass.end_of_backward()
-        self._callback = None  # not before: if the end raises, `recover` is to make another
+        self._callback = None  # not before: if the line above raises, `recover` ends the pass
         if ended and self._done is not None:
             self._done()
 
@@ -102,7 +103,7 @@ class BackwardHooks:
         self._callback = None
 
     def recover(self) -> None:
-        """Before anything is done with gradients: if a backward pass has raised half-way, end it."""
+        """End a backward pass that has raised. Called before anything is done with gradients."""
         if self._callback is None or in_backward():
             return
         self._wait_until_dropped(PATIENCE)
@@ -115,7 +116,7 @@ class BackwardHooks:
             )
 
     def before_forward(self) -> None:
-        """The same, if it was a pass of this thread: what this forward does may make other ranks wait."""
+        """End a pass of this thread that has raised: other ranks would wait for it during this forward."""
         if self._callback is not None and self._thread == threading.get_ident() and not in_backward():
             self._wait_until_dropped(PATIENCE / 100)
             if self._has_raised():
@@ -125,13 +126,14 @@ class BackwardHooks:
         callback = self._callback
         return callback is not None and callback() is None
 
-    def _wait_until_dropped(self, patience: float) -> None:
-        until = time.monotonic() + patience
+    def _wait_until_dropped(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
         while self._callback is not None and not self._has_raised() and time.monotonic() < until:
             time.sleep(0.0005)
 
 
 def in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -158,21 +160,21 @@ class _BeforeCall(ModelHook):
 
 
 class _AfterCall(ModelHook):
-    """When the gradient of what the model returned comes, a backward pass has begun: see [Note: the outermost pass]."""
+    """Notices when a backward pass begins at what the model returned: see [Note: the outermost pass]."""
 
     def __init__(self, hooks: weakref.ref[BackwardHooks]) -> None:
         self._hooks = hooks
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         del module, inputs
-        if torch.compiler.is_compiling():  # it takes no hooks on what it computes; the parameters' own will do
+        if torch.compiler.is_compiling():  # it takes no hooks on what it computes; those of parameters suffice
             return
         for leaf in torch.utils._pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(functools.partial(self._arm, threading.get_ident()))  # type: ignore[no-untyped-call]
+                leaf.register_hook(functools.partial(self._begin, threading.get_ident()))  # type: ignore[no-untyped-call]
 
-    def _arm(self, thread: int, gradient: torch.Tensor) -> None:
+    def _begin(self, thread: int, gradient: torch.Tensor) -> None:
         del gradient
         target = self._hooks()
         if target is not None:
-            target.output_came(thread)
+            target.begin(thread)

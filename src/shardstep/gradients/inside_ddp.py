@@ -1,4 +1,4 @@
-"""A sharded model inside DistributedDataParallel: both would average the gradients, and the program gets neither."""
+"""Refuses a sharded model inside DistributedDataParallel: both would average its gradients."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ REMEDY = (
 
 
 def refuse_ddp(model: nn.Module) -> None:
-    """Before a model is sharded: raise if it is wrapped already, or a part of it is."""
+    """Called before `model` is sharded: raise if it or a module inside it is wrapped already."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
-            place = f"{name} of this {type(model).__name__}" if name else "this model"
-            raise TypeError(f"{place} is wrapped in DistributedDataParallel, which averages its gradients. {REMEDY}")
+            wrapped = f"{name} of this {type(model).__name__}" if name else "this model"
+            raise TypeError(f"{wrapped} is wrapped in DistributedDataParallel, which averages its gradients. {REMEDY}")
 
 
 def refuse_inside_ddp(model: nn.Module) -> None:
-    """In the forward of some DDP: raise if it is one round `model`. Another may use it, say as a teacher."""
+    """Called in the forward of some DDP: raise if that one wraps `model`. Another may call it, say as a teacher."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and any(module is model for module in wrapper.modules()):
         raise TypeError(

@@ -1,1 +1,1 @@
-"""Holds: parameters as views of flat buffers, and where gradients and arriving weights lie."""
+"""Parameters as views of flat buffers, and how whatever uses one waits for weights in flight."""

@@ -1,16 +1,16 @@
-"""Compiled modules: their weights arrive before compiled code reads them, and their gradients leave region by region.
+"""Compiled modules: their weights arrive before compiled code reads them, and gradients are reduced region by region.
 
-Compiled code reads memory, and runs no hooks of ours in its middle. So a module that was compiled in place
+Compiled code reads memory directly and runs no hooks in its middle. So a module that was compiled in place
 (`block.compile()`) waits for its weights before its compiled code runs: `BeforeCompiled`. The backward of a compiled
-region is one node of autograd, and its gradients come when all of it has run. So a model that is compiled as a whole is
-split into regions of about one bucket each, by torch's own DDPOptimizer, and each region waits for its own weights:
-`compile_in_regions`, which is `opt.compile()`.
+region is one node of autograd, and its gradients are there when all of it has run. So a model that is compiled as a
+whole is split into regions of about one bucket each, by torch's own DDPOptimizer, and each region waits for its own
+weights: `compile_in_regions`, which is `opt.compile()`.
 
 [Note: the class of a parameter] Dynamo compares the class of every parameter before it runs what it has compiled, so a
-parameter that is in flight must be of its usual class by then. A split model gets its parameters back in their usual
-class when it is called, with their values still in flight, and its regions wait for them by name. That is right only if
-nothing but these regions reads weights: if the compiler sees all of forward as one graph. So that is what it is asked
-for. If it cannot, the model is compiled as it can be, and waits for all weights before it is called.
+parameter in flight must be of its usual class by then. When a split model is called, its parameters get that class with
+their values still in flight, and each region waits for those among its arguments. That is right only if nothing but
+these regions reads weights: if forward is one graph, as the compiler is asked to make it. If it cannot, the model is
+compiled with graph breaks, and waits for all weights before it is called.
 """
 
 from __future__ import annotations
@@ -23,27 +23,24 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shardstep.params.proxy import WeightSource
 
-class InFlight(Protocol):
-    """Weights on their way to this rank: arrival.Arrivals."""
 
-    def wait_for(self, params: Sequence[Any]) -> None:
-        """Wait for those among `params` that are in flight."""
-
-    def wait_for_all(self) -> None: ...
+class InFlight(WeightSource, Protocol):
+    """Weights in flight to this rank, as weight_arrival.py knows them."""
 
     def hand_over(self) -> None:
-        """Give every parameter its usual class: from now on the caller waits for it before it is read."""
+        """Give every parameter the class that it has at rest; the caller waits for it before it is read."""
 
     def run_compiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call compiled code whose weights the caller has waited for, or waits for."""
+        """Call compiled code whose weights the caller waits for."""
 
 
 WeightsInFlight = Callable[[], InFlight | None]  # None: there are none, or the optimizer is gone
 
 
 class BeforeCompiled:
-    """In the place of what `module.compile()` has made: waits for the module's weights, and calls that."""
+    """Replaces what `module.compile()` has made: waits for the module's weights, and calls that."""
 
     def __init__(self, module: nn.Module, weights: WeightsInFlight) -> None:
         self.call: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
@@ -68,6 +65,7 @@ def cover_compiled(model: nn.Module, weights: WeightsInFlight) -> list[nn.Module
 
 
 def uncover(modules: Sequence[nn.Module]) -> None:
+    """Take every BeforeCompiled of these modules away again."""
     for module in modules:
         if isinstance(module._compiled_call_impl, BeforeCompiled):
             module._compiled_call_impl = module._compiled_call_impl.call
@@ -89,13 +87,13 @@ def compile_in_regions(
 
 
 def _inner_backend(backend: Any, mode: str | None, options: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """What compiles one region: as torch.compile would choose it."""
+    """Return the backend that compiles one region, chosen as torch.compile would choose it."""
     if backend == "inductor":
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 
-        own = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
-        return partial(compile_fx, config_patches=own)
+        patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
+        return partial(compile_fx, config_patches=patches)
     if mode is not None:
         raise ValueError(f'mode="{mode}" is for backend="inductor", got backend={backend!r}')
     found: Callable[..., Any] = torch._dynamo.lookup_backend(backend)
@@ -109,13 +107,13 @@ def _compile_regions(
     graph: torch.fx.GraphModule,
     inputs: list[Any],
 ) -> Callable[..., Any]:
-    """The backend: split the graph that it is given, and compile each region by another backend."""
+    """Split `graph` and compile each region by the backend `inner`; itself a backend, for torch.compile."""
     if sizes is None:
         return _Region(inner(graph, inputs), weights)
     from torch._dynamo.backends.distributed import DDPOptimizer
 
     usual, last = sizes
-    _leave_out_tied(graph)
+    _ignore_tied(graph)
     split = DDPOptimizer(usual, inner, first_bucket_cap=min(last, usual)).compile_fn(graph, inputs)
     regions = list(split.named_children()) if isinstance(split, nn.Module) else []
     for name, region in regions:
@@ -123,11 +121,11 @@ def _compile_regions(
     return split if regions else _Region(split, weights)
 
 
-def _leave_out_tied(graph: torch.fx.GraphModule) -> None:
-    """Let the splitter not count weights that are used more than once: gradients are complete where the first use is.
+def _ignore_tied(graph: torch.fx.GraphModule) -> None:
+    """Have the splitter ignore the size of weights that are used more than once: their gradients come with the first.
 
-    An output layer that is tied to the embedding would else be the last region alone, and the first bucket of backward,
-    which is a small one, would wait for all of the next region.
+    An output layer that is tied to the embedding would otherwise be the last region alone, and the first bucket of
+    backward, which is a small one, would wait for all of the next region.
     """
     for node in graph.graph.nodes:
         value = node.meta.get("example_value") if len(node.users) > 1 else None
@@ -136,7 +134,7 @@ def _leave_out_tied(graph: torch.fx.GraphModule) -> None:
 
 
 class _Region(nn.Module):
-    """One compiled region: waits for the weights among its arguments."""
+    """One compiled region, which waits for the weights among its arguments."""
 
     def __init__(self, compiled: Callable[..., Any], weights: WeightsInFlight) -> None:
         super().__init__()
@@ -150,7 +148,7 @@ class _Region(nn.Module):
 
 
 class _SplitCall:
-    """In the place of what `model.compile()` makes."""
+    """Replaces what `model.compile()` makes: compiled in regions, or with graph breaks where that is not possible."""
 
     def __init__(
         self, model: nn.Module, backend: Callable[..., Any], weights: WeightsInFlight, options: dict[str, Any]
@@ -159,34 +157,34 @@ class _SplitCall:
             return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
         self._weights, self._must_be_one = weights, bool(options.get("fullgraph"))
-        self._in_one = torch.compile(forward, backend=backend, **{**options, "fullgraph": True})
-        self._as_it_can_be = torch.compile(forward, backend=backend, **{**options, "fullgraph": False})
+        self._as_one_graph = torch.compile(forward, backend=backend, **{**options, "fullgraph": True})
+        self._with_breaks = torch.compile(forward, backend=backend, **{**options, "fullgraph": False})
         from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported  # not before the program compiles something
 
         self._breaks = (Unsupported, FailOnRecompileLimitHit)
-        self._is_one = True  # as far as is known: whether all of forward is one graph
+        self._can_be_one = True  # until the compiler finds a graph break
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         weights = self._weights()
         if torch.compiler.is_compiling() or weights is None:
-            return (self._in_one if self._must_be_one else self._as_it_can_be)(*args, **kwargs)
+            return (self._as_one_graph if self._must_be_one else self._with_breaks)(*args, **kwargs)
         try:
-            if self._is_one:
+            if self._can_be_one:
                 weights.hand_over()
                 try:
-                    return weights.run_compiled(self._in_one, *args, **kwargs)
-                except self._breaks as error:  # while it is traced: nothing has run
+                    return weights.run_compiled(self._as_one_graph, *args, **kwargs)
+                except self._breaks as error:  # raised by tracing: nothing has run
                     if self._must_be_one:
                         raise
-                    self._is_one = False
-                    _tell_of_breaks(error)
+                    self._can_be_one = False
+                    _warn_of_breaks(error)
             weights.wait_for_all()
-            return weights.run_compiled(self._as_it_can_be, *args, **kwargs)
+            return weights.run_compiled(self._with_breaks, *args, **kwargs)
         finally:
             weights.wait_for_all()
 
 
-def _tell_of_breaks(error: Exception) -> None:
+def _warn_of_breaks(error: Exception) -> None:
     reason = str(error).strip().partition("\n")[0]
     warnings.warn(
         f'gather="overlap" hides nothing here: forward is not one graph ({reason}), so the model waits for all '

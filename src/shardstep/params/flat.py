@@ -15,13 +15,14 @@ from shardstep.planning import Bucket, Piece, Plan
 
 @dataclass(frozen=True)
 class BucketMemory:
-    """One bucket of a plan, and where its values lie."""
+    """One bucket of a plan and its memory."""
 
     bucket: Bucket
-    values: torch.Tensor  # flat, of all ranks; what lies between two parameters is no one's, and travels too
-    rank: int  # this one
+    values: torch.Tensor  # flat, of all ranks; the padding between two parameters is sent too
+    rank: int  # this rank
 
     def range_of(self, rank: int) -> torch.Tensor:
+        """Return the values that `rank` steps."""
         low, high = self.bucket.ranges.bounds(rank)
         return self.values[low:high]
 
@@ -32,26 +33,26 @@ class BucketMemory:
 
     @cached_property
     def placed(self) -> list[tuple[Piece, int]]:
-        """This rank's pieces, and where in its range each begins."""
+        """This rank's pieces, and the offset of each in its range."""
         return self.bucket.placed(self.rank)
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """By this rank's pieces, what lies in a range like its own."""
+        """Cut `values`, which are as long as this rank's range, into one tensor for each of its pieces."""
         return [values[offset : offset + piece.numel] for piece, offset in self.placed]
 
 
 class FlatMemory:
-    """The memory of a plan. Buckets that share a parameter lie one behind the other; others have memory of their own.
+    """The memory of a plan. Buckets that share a parameter are contiguous; others have memory of their own.
 
-    Parameters move in one stretch of buckets after the other, and what they leave is free for the next: so it takes a
-    stretch of memory beyond the model, and not a second model.
+    Parameters are moved by one stretch of contiguous buckets after the other, and the memory that they leave is free
+    for the next: so building it takes memory for one stretch beyond the model, and not for a second model.
     """
 
     def __init__(self, plan: Plan, params: Sequence[torch.Tensor], rank: int, *, stored: bool = True) -> None:
-        """Unless it is `stored` there are shapes alone, to try a plan with: parameters stay where they are."""
+        """With `stored=False` buffers are on the meta device, to try a plan with, and parameters stay as they are."""
         self.plan = plan
         self.titles = RangeNames(plan)
-        self.homes: dict[int, torch.Tensor] = {}  # of every parameter that travels: its view
+        self.homes: dict[int, torch.Tensor] = {}  # by the index of each sharded parameter: its view
         self.buckets: list[BucketMemory] = []
         for stretch in _stretches(plan.buckets):
             sample = params[stretch[0].segments[0].param]
@@ -70,17 +71,17 @@ class FlatMemory:
                 start += bucket.numel
         self.params = {index: params[index] for index in self.homes}
         self.frozen = {index: param for index, param in enumerate(params) if index not in self.homes}
-        self._expected = _whereabouts(list(self.homes.values()))
+        self._expected = _addresses(list(self.homes.values()))
 
     def adopt(self) -> None:
-        """Make the parameters views of the buffers again, if the program has given one other memory since."""
+        """Make the parameters views of the buffers again, if the program has given one other memory."""
         params = list(self.params.values())
-        found = _whereabouts(params)
+        found = _addresses(params)
         if found == self._expected:
             return
         rows = zip(params, self.homes.items(), found, self._expected, strict=True)
-        for param, (index, view), place, expected in rows:
-            if place != expected:
+        for param, (index, view), address, expected in rows:
+            if address != expected:
                 move_in(param, view, _remedy(self.plan, index))
 
 
@@ -89,7 +90,7 @@ def _remedy(plan: Plan, param: int) -> str:
 
 
 def _stretches(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
-    """Buckets that lie one behind the other because a parameter goes through them."""
+    """Yield groups of buckets that must be contiguous, because a parameter continues from one to the next."""
     stretch: list[Bucket] = []
     for bucket in buckets:
         if stretch and not bucket.follows:
@@ -100,7 +101,7 @@ def _stretches(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
         yield stretch
 
 
-def _whereabouts(tensors: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Where each lies, and in which order."""
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    """Return the address and the strides of each tensor."""
     with quickly():
         return list(zip(map(torch.Tensor.data_ptr, tensors), map(torch.Tensor.stride, tensors), strict=True))

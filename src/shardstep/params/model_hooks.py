@@ -9,18 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-class _Unscriptable:
-    """An object that is a hook. torch.jit.script compiles functions only, and asks a hook for its name."""
-
-    @property
-    def __name__(self) -> str:
-        raise RuntimeError(
-            "torch.jit.script cannot compile a model with the hooks of shardstep.shard(...), nor a copy of one: call "
-            "opt.close() first, or load its state_dict() into a model that was never sharded; torch.jit.trace takes it"
-        )
-
-
-class ModelHook(_Unscriptable):
+class ModelHook:
     """A hook that is copied and pickled as one that does nothing.
 
     A copy of the model has no weights to wait for and no gradients to reduce. A local function, as hooks often are,
@@ -30,8 +19,16 @@ class ModelHook(_Unscriptable):
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Nothing, ())
 
+    @property
+    def __name__(self) -> str:
+        """torch.jit.script asks for it: it compiles hooks, and takes functions only."""
+        raise RuntimeError(
+            "torch.jit.script cannot compile a model with the hooks of shardstep.shard(...), nor a copy of one: call "
+            "opt.close() first, or load its state_dict() into a model that was never sharded; torch.jit.trace takes it"
+        )
 
-class _Nothing(_Unscriptable):
+
+class _Nothing(ModelHook):
     """A hook that does nothing, before a forward or after it."""
 
     def __call__(self, *_: Any) -> None:

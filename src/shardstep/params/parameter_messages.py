@@ -1,4 +1,4 @@
-"""What whole parameters contribute to a bucket, as flat tensors for the wire: each a `Message` of comm/transport.py."""
+"""Whole parameters as flat tensors to be sent: each class is a `Message` of comm/transport.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardstep.planning import Bucket
 
 
 class FlatMessage:
-    """Parameters that live as views of one flat buffer: it is sent and received as it is."""
+    """Parameters that are views of one flat buffer, which is sent and received as it is."""
 
     needs_memory = False
 
@@ -33,13 +33,13 @@ class FlatMessage:
         return self.buffer
 
     def landed(self, values: torch.Tensor) -> None:
-        """The views see the new values already."""
+        """No-op: the views have the new values already."""
 
     def sent(self) -> None:
-        """They have not changed."""
+        """No-op: the parameters were sent as they are."""
 
     def prepare(self) -> None:
-        """Make the parameters views of the buffer, again if the program has given one other memory since."""
+        """Make the parameters views of the buffer, or again if the program has given one other memory."""
         for param, view in self._places:
             if param.data_ptr() == view.data_ptr():
                 continue
@@ -47,10 +47,10 @@ class FlatMessage:
 
 
 class ScatteredMessage:
-    """Parameters that lie where the caller put them.
+    """Parameters in the memory that the program gave them.
 
-    They are packed for the wire, unless they lie one behind the other in one buffer, as a single one always does: then
-    that memory is sent and received as it is. Where they lie is looked up every time: a program may move them.
+    They are packed to be sent, unless they are contiguous in one storage, as a single one always is: then that memory
+    is sent and received as it is. That is looked up every time: a program may give them other memory.
     """
 
     needs_memory = True
@@ -61,14 +61,14 @@ class ScatteredMessage:
         self.nbytes = sum(param.nbytes for param in params)
 
     def prepare(self) -> None:
-        """The parameters may lie anywhere, but must be as large as they were."""
+        """Raise if the parameters have changed their size; they may have other memory."""
         if self._resized():
             shapes = [tuple(param.shape) for param in self._params]
             raise RuntimeError(f"parameters changed their size; now they are {shapes}: build the optimizer again")
 
     def outgoing(self) -> torch.Tensor:
         if self._resized():
-            return self._memory().zero_()  # `prepare` has raised, and so will every rank; this keeps them from waiting
+            return self._memory().zero_()  # `prepare` has raised, and every rank will; until then they expect a message
         run = self._run()
         return torch.cat([param.detach().reshape(-1) for param in self._params]) if run is None else run
 
@@ -84,7 +84,7 @@ class ScatteredMessage:
             param.detach().copy_(part.view(param.shape))
 
     def sent(self) -> None:
-        """They have not changed."""
+        """No-op: the parameters were sent as they are."""
 
     def _resized(self) -> bool:
         return sum(param.numel() for param in self._params) != self._numel
@@ -94,7 +94,7 @@ class ScatteredMessage:
         return torch.empty(self._numel, dtype=first.dtype, device=first.device)
 
     def _run(self) -> torch.Tensor | None:
-        """The parameters as one tensor over their own memory; None if they do not lie one behind the other."""
+        """Return the parameters as one tensor over their own memory, or None if they are not contiguous."""
         first = self._params[0].detach()
         storage = first.untyped_storage().data_ptr()
         expected = first.data_ptr()
@@ -110,7 +110,7 @@ class ScatteredMessage:
 
 
 def flat_messages(bucket: Bucket, params: Sequence[torch.Tensor]) -> list[list[FlatMessage]]:
-    """One message per rank; moves the parameters into its buffer. A rank without parameters has an empty buffer."""
+    """Return one message per rank, and move the parameters into its buffer, which may be empty."""
     sample = params[bucket.segments[0].param]
     return [[FlatMessage(members, sample.dtype, sample.device)] for members in _by_rank(bucket, params)]
 
@@ -118,7 +118,7 @@ def flat_messages(bucket: Bucket, params: Sequence[torch.Tensor]) -> list[list[F
 def scattered_messages(
     bucket: Bucket, params: Sequence[torch.Tensor], in_place_nbytes: float
 ) -> list[list[ScatteredMessage]]:
-    """The messages of each rank: one for every parameter of at least `in_place_nbytes`, the others packed together."""
+    """Return each rank's messages: one for every parameter of at least `in_place_nbytes`, and one for all others."""
     rows: list[list[ScatteredMessage]] = []
     for members in _by_rank(bucket, params):
         large = [[param] for param in members if param.nbytes >= in_place_nbytes]

@@ -1,7 +1,7 @@
-"""Names for a profile: which bucket is reduced, stepped or gathered, and what lies in it.
+"""Ranges for torch's profiler: which bucket is reduced, stepped or gathered, and which parameters are in it.
 
-A range costs 6 microseconds whether somebody looks or not, and to ask whether somebody does 0.04. So it is asked first,
-by a function of torch's own, and only then is there a range.
+A range costs 6 microseconds with or without a profiler, and asking whether a profiler runs costs 0.04. So callers ask
+`is_profiled()` first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ is_profiled: Callable[[], bool] = _autograd._profiler_enabled
 
 
 def named(title: str, call: Callable[P, T]) -> Callable[P, T]:
-    """`call`, as a range of that name."""
+    """Return a function that calls `call` inside a range of that name."""
 
     def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         with record_function(title):
@@ -32,14 +32,17 @@ def named(title: str, call: Callable[P, T]) -> Callable[P, T]:
 
 
 class RangeNames:
-    """Of what is done with the buckets of a plan; each is made when it is first needed."""
+    """The names of ranges for the buckets of a plan; each is made when it is first needed."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._made: dict[tuple[str, tuple[int, ...]], str] = {}
 
     def of(self, verb: str, buckets: Sequence[int]) -> str:
-        """Such as: shardstep: reduce bucket 3 (blocks.7.fc.weight ... blocks.6.qkv.bias). In the order of backward."""
+        """Return a name such as `shardstep: reduce bucket 3 (blocks.7.fc.weight ... blocks.6.qkv.bias)`.
+
+        Parameters are named in the order of backward.
+        """
         key = verb, tuple(buckets)
         if key not in self._made:
             held = {segment.param for bucket in buckets for segment in self._plan.buckets[bucket].segments}

@@ -65,10 +65,11 @@ class ProxyOwner(Protocol):
 class WeightSource(Protocol):
     """Delivers the values of parameters that are in flight."""
 
-    def wait_for(self, params: Sequence[Any]) -> None:
-        """Return when no value of `params` is in flight."""
+    def wait_for(self, params: Iterable[Any]) -> None:
+        """Return when no value of `params` is in flight; anything else among them is ignored."""
 
-    def wait_for_all(self) -> None: ...
+    def wait_for_all(self) -> None:
+        """Return when nothing is in flight."""
 
 
 @dataclass(slots=True)

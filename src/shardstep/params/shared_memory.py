@@ -1,4 +1,4 @@
-"""Which tensors lie over the same memory: what is sharded moves elsewhere, and would part from what shares with it."""
+"""Finds tensors over the same memory: sharding moves a parameter, and what shared memory with it would not follow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where the elements of a tensor lie: addresses [start, stop) on a device, perhaps with gaps."""
+    """The memory of a tensor: addresses [start, stop) on a device, perhaps with gaps."""
 
     name: str
     tensor: torch.Tensor
@@ -23,7 +23,7 @@ class Place:
 
 
 def places_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
-    """Of those that have memory at all."""
+    """Return the memory of each tensor that has any."""
     found = []
     for name, tensor in named:
         if tensor.layout is torch.strided and tensor.nbytes and tensor.device.type != "meta":
@@ -33,13 +33,13 @@ def places_of(named: Iterable[tuple[str, torch.Tensor]]) -> list[Place]:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether several elements are one: expanded along a dim, or windows over the same memory."""
+    """Return whether elements of `tensor` share memory: it is expanded along a dim, or holds overlapping windows."""
     strides = [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
     return tensor.numel() > 0 and (0 in strides or _span(tensor) < tensor.numel())
 
 
 def sharing(places: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
-    """Pairs that have an element in common."""
+    """Yield the pairs that have an element in common."""
     open_places: list[Place] = []
     for place in sorted(places, key=lambda place: (str(place.tensor.device), place.start)):
         device = place.tensor.device
@@ -51,12 +51,12 @@ def sharing(places: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """From the first element to the last, in elements."""
+    """Return the distance from the first element to the last, counted in elements, with both of them."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _have_common_elements(first: Place, second: Place) -> bool:
-    """Columns of one matrix, say, have not, though their ranges overlap. Looked at only where ranges do."""
+    """Return whether two tensors whose address ranges overlap share an element; columns of one matrix do not."""
     size, distance = first.tensor.element_size(), second.start - first.start
     if size != second.tensor.element_size() or distance % size:
         return True

@@ -1,4 +1,4 @@
-"""Parameters as views of flat buffers: moved in, moved out, and in which order their elements lie."""
+"""Views of flat buffers: how parameters are moved into and out of them, and the order of elements in memory."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 # they do not. So every view starts where a tensor of its own might, and rounds as the plain optimizer does.
 ALIGNMENT_NBYTES = 64
 
-# Sharded parameters are of a class of their own. Inside this, torch does not look what that class wants of it each time
-# something is asked of one: with thousands of them, that costs more than what is asked.
+# Sharded parameters are of a subclass (proxy.py). Inside this, torch does not look for its `__torch_function__` at each
+# use of one: with thousands of parameters, looking costs more than the use.
 quickly: Any = torch._C.DisableTorchFunctionSubclass
 
 
 _tensor: Any = torch.Tensor
-# Not by the parameter's own class, which tells the optimizer of writes (guard.py).
+# Not by the parameter's own class, which reports this to the optimizer (proxy.py).
 _set_data: Any = _tensor.data.__set__
 
 
 def move_in(param: torch.Tensor, view: torch.Tensor, remedy: str) -> None:
-    """Make `param` the view, with its values; `remedy` is for one that has become something else."""
+    """Make `param` the view, with its values. If the two do not match, raise an error that ends with `remedy`."""
     if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
         raise RuntimeError(
             f"a parameter of shape {tuple(view.shape)}, {view.dtype} on {view.device} became one of shape "
@@ -32,15 +32,16 @@ def move_in(param: torch.Tensor, view: torch.Tensor, remedy: str) -> None:
     _set_data(param, view)
 
 
-Span = tuple[int, int]  # addresses: the first, and that behind the last
+Span = tuple[int, int]  # addresses: the first, and the one after the last
 
 
 def span_of(buffer: torch.Tensor) -> Span:
+    """Return the addresses of `buffer`, which is contiguous."""
     return buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
 
 
 def move_out(params: Iterable[torch.Tensor], buffers: Iterable[Span]) -> None:
-    """Give parameters that lie in these buffers memory of their own."""
+    """Give parameters that are views of these buffers memory of their own."""
     leaving = list(buffers)
     for param in params:
         if param.numel() and any(start <= param.data_ptr() < stop for start, stop in leaving):
@@ -48,16 +49,16 @@ def move_out(params: Iterable[torch.Tensor], buffers: Iterable[Span]) -> None:
 
 
 def dense_view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """`like.numel()` elements of `buffer` in the shape of `like`, and in its memory format where that is dense."""
+    """Return elements of `buffer` from `offset` as a view like `like`: its shape, and its memory format if dense."""
     order = storage_order(like)
     view = buffer[offset : offset + like.numel()].view([like.shape[dim] for dim in order])
     return view.permute([order.index(dim) for dim in range(like.dim())])
 
 
 def separate_view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """The same with a storage of its own size, which is that part of the buffer's.
+    """Return the same view with a storage of its own size, over the same memory.
 
-    torch saves a tensor with all of its storage: of a view, the whole buffer would be written.
+    torch saves a tensor with all of its storage: for a plain view it would write the whole buffer.
     """
     view = dense_view(buffer, offset, like)
     start = view.storage_offset() * view.element_size()
@@ -66,7 +67,7 @@ def separate_view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torc
 
 
 def storage_order(tensor: torch.Tensor) -> list[int]:
-    """The dims from slowest to fastest in memory (channels_last: 0, 2, 3, 1); the natural order if it is not dense."""
+    """Return the dims from slowest to fastest in memory (channels_last: 0, 2, 3, 1), or as they are if not dense."""
     natural = list(range(tensor.dim()))
     if tensor.is_contiguous():
         return natural
@@ -75,7 +76,7 @@ def storage_order(tensor: torch.Tensor) -> list[int]:
 
 
 def _is_dense(tensor: torch.Tensor, order: list[int]) -> bool:
-    """Whether its elements lie side by side, with these dims from slowest to fastest."""
+    """Return whether the elements are contiguous in memory when the dims go from slowest to fastest as in `order`."""
     step = 1
     for dim in reversed(order):
         if tensor.shape[dim] != 1 and tensor.stride()[dim] != step:
@@ -85,11 +86,11 @@ def _is_dense(tensor: torch.Tensor, order: list[int]) -> bool:
 
 
 def flat_gradient(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The elements of `gradient` in the order in which those of `param` lie in memory."""
+    """Return the elements of `gradient` in the order that those of `param` have in memory."""
     flat = gradient.detach()
     if param.is_contiguous() and gradient.is_contiguous():  # most are, and there may be thousands of them
         flat = flat.view(-1)
     else:
         flat = flat.permute(storage_order(param)).reshape(-1)
-    # A single element may have any stride, and the wire takes bytes that lie side by side.
+    # A single element may have any stride, and messages are sent from contiguous memory.
     return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)

@@ -52,7 +52,7 @@ class Readers:
 
 
 class WeightArrivals:
-    """The parameters of one plan, and for which buckets of weights in flight each of them waits.
+    """Which buckets of weights are in flight, and which parameters of a plan wait for them.
 
     `wait` waits for buckets and has `landed` called with them; `wait_for_all` waits for all of them.
     """
@@ -65,13 +65,12 @@ class WeightArrivals:
         wait_for_all: Callable[[], None],
         readers: Readers,
     ) -> None:
+        self._in_flight: set[int] = set()
         self._buckets_of = {id(param): buckets for param, buckets in buckets_of.items()}
-        self._param_of = {id(param): param for param in buckets_of}
         self._params_of: dict[int, list[torch.Tensor]] = {}
         for param, buckets in buckets_of.items():
             for bucket in buckets:
                 self._params_of.setdefault(bucket, []).append(param)
-        self._missing: dict[int, set[int]] = {}  # of a parameter in flight: the buckets that have not landed
         self._wait, self._wait_for_all = weakref.WeakMethod(wait), weakref.WeakMethod(wait_for_all)
         self._readers = readers
         self._model = weakref.ref(model)
@@ -115,11 +114,11 @@ class WeightArrivals:
         uncover(self._covered)
         for handle in self._hooks.values():
             handle.remove()
-        self.landed(list(self._params_of))
+        self.landed(list(self._in_flight))
 
     def __del__(self) -> None:
         """The optimizer is gone. What is in flight is received into memory that nobody else gets."""
-        self.landed(list(self._params_of))
+        self.landed(list(self._in_flight))
 
     @property
     def has_readers_that_do_not_ask(self) -> bool:
@@ -139,43 +138,38 @@ class WeightArrivals:
         """Set the parameters of these buckets in flight; another thread may be about to take some out of `pending`."""
         _watch_the_compiler()
         with in_flight_lock:
-            for bucket in pending:
-                for param in self._params_of.get(bucket, ()):
-                    if id(param) not in self._missing:
-                        self._missing[id(param)] = set()
-                        set_in_flight(param, self)
-                    self._missing[id(param)].add(bucket)
+            sent = (self._params_of.keys() & pending) - self._in_flight
+            self._in_flight |= sent
+            for bucket in sent:
+                for param in self._params_of[bucket]:
+                    set_in_flight(param, self)
 
     def landed(self, buckets: Iterable[int]) -> None:
-        """Set parameters at rest whose last bucket is among these: what is done from now on finds their values."""
+        """Set parameters at rest that wait for no other bucket: what is done from now on finds their values."""
         with in_flight_lock:
-            for bucket in buckets:
-                for param in self._params_of.get(bucket, ()):
-                    missing = self._missing.get(id(param))
-                    if missing is None:
-                        continue
-                    missing.discard(bucket)
-                    if not missing:
+            finished = self._in_flight.intersection(buckets)
+            self._in_flight -= finished
+            for bucket in finished:
+                for param in self._params_of[bucket]:
+                    if self._in_flight.isdisjoint(self._buckets_of[id(param)]):
                         set_at_rest(param)
-                        del self._missing[id(param)]
 
-    def wait_for(self, params: Sequence[Any]) -> None:
+    def wait_for(self, params: Iterable[Any]) -> None:
         """Return when the values of `params` have arrived; anything else among them is ignored."""
         wait = self._wait()
         if wait is None:  # the optimizer is gone: nobody delivers them
-            self.landed(list(self._params_of))
-        elif self._missing:
+            self.landed(list(self._in_flight))
+        elif self._in_flight:
             wait(sorted({bucket for param in params for bucket in self._buckets_of.get(id(param), ())}))
 
     def wait_for_all(self) -> None:
         wait_for_all = self._wait_for_all()
-        if self._missing and wait_for_all is not None:
+        if self._in_flight and wait_for_all is not None:
             wait_for_all()
 
     def finish(self) -> None:
         """Wait for all weights, and not for the agreement whether all ranks have succeeded."""
-        wait = self._wait()
-        if wait is not None:
+        if (wait := self._wait()) is not None:
             wait(list(self._params_of))
 
     # -- for compiled code ---------------------------------------------------------------------------------------------
@@ -183,14 +177,15 @@ class WeightArrivals:
     def prepare_to_compile(self) -> None:
         """Called before code is compiled. If weights are in flight, it may be code that uses them."""
         found = self._cover_compiled()
-        if threading.get_ident() not in self._in_compiled and self._missing and not found:
+        if threading.get_ident() not in self._in_compiled and self._in_flight and not found:
             self._readers.compiled = True
         self.wait_for_all()
 
     def hand_over(self) -> None:
         with in_flight_lock:
-            for place in self._missing:
-                set_at_rest(self._param_of[place])
+            for bucket in self._in_flight:
+                for param in self._params_of[bucket]:
+                    set_at_rest(param)
 
     def run_compiled(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         thread = threading.get_ident()
