@@ -28,7 +28,8 @@ FILES = [
         "engine/step", "engine/planned", "comm/nccl", "comm/nccl_gathers", "comm/gloo", "comm/gloo_gathers",
         "comm/host_groups", "comm/control", "comm/agreement", "comm/call_order", "gradients/passes",
         "gradients/packing", "gradients/sharded",
-        "stepping/local_step", "stepping/parted_optimizer", "params/flat", "params/weight_arrival",
+        "stepping/local_step", "stepping/parted_optimizer", "params/flat", "params/proxy",
+        "params/weight_arrival",
     )
 ]  # fmt: skip
 # Fast ones that reach all of it; the whole suite would take a quarter of an hour for each.

@@ -3,7 +3,7 @@
 The scaler reads `param.grad` of every parameter of an optimizer, multiplies it by 1 / scale, and notes whether all of
 it was finite; if not, nothing is stepped. A parameter's proxy sees that the scaler reads it (params/proxy.py). At the
 first read everything is done: this rank's shards are multiplied, and the ranks combine whether anything was not finite
-on any of them. The scaler itself gets a tensor of one element as its only gradient, the same on every rank: zero or inf.
+on any of them. The scaler itself finds one gradient of one element, the same on every rank: zero or inf.
 
 It is one tensor, whatever this rank holds: with several on several devices the scaler would count 2, and torch's fused
 kernels skip a step only where it counted 1. The host does not wait for a device here.
@@ -27,7 +27,7 @@ class Unscaled:
     """What the scaler finds in `param.grad` during one call. `call` is the tensor that it has made for that call."""
 
     def __init__(self, call: torch.Tensor | None = None, verdict: torch.Tensor | None = None) -> None:
-        """The first parameter that is read shows `verdict`, and the others none; without it, all show what they have."""
+        """The first parameter that is read shows `verdict`, the others none; without it, all show what they have."""
         self.call, self._verdict = call, verdict
         self._first: torch.Tensor | None = None
 
@@ -62,7 +62,7 @@ def unscale(
 
 
 def unscale_kept(params: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
-    """Divide what is in `param.grad` by `scale`: on every rank all of it, where a kernel divides what that rank steps."""
+    """Divide `param.grad` by `scale`: all of it on every rank, where a kernel would divide what that rank steps."""
     gradients = [gradient for param in params if (gradient := gradient_of(param)) is not None]
     for members in of_one_kind(gradients):
         torch._foreach_div_(members, scale.to(members[0].device, non_blocking=True))

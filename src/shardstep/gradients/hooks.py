@@ -73,7 +73,7 @@ class BackwardHooks:
             handle.remove()
 
     def ready(self, place: int) -> None:
-        """Called when the gradient of a parameter is there."""
+        """Called when a gradient completes a bucket, or may be the first of a pass."""
         if self._call_order.syncs:
             self.arm(threading.get_ident())
             self._pass.ready(place)

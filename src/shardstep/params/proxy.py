@@ -1,7 +1,7 @@
-"""The classes of sharded parameters: they answer what a parameter cannot know by itself.
+"""The class of a sharded parameter: it answers what the parameter cannot know by itself.
 
-While a model is sharded, each of its parameters is of a subclass of its own class, made here, and so is what it was
-when the optimizer is closed. Other parameters, torch's functions and the modules are not touched.
+While a model is sharded, each of its parameters is of a subclass of its own class, which is made here; when the
+optimizer is closed, it has its own class again. Other parameters, torch's functions and modules are not touched.
 
 [Note: gradients in shards] torch's functions skip a parameter without a gradient: clipping clips nothing, a norm is
 0.0, a loop that scales gradients scales none, and nobody notices. So reading `grad` raises where there is a gradient
@@ -219,7 +219,7 @@ def _wait_for(param: Any) -> None:
     source = _source_of(param)
     if source is not None:
         source.wait_for([param])
-    with in_flight_lock:  # a thread that has received the values has it until all classes are changed
+    with in_flight_lock:  # a thread that has received the values holds it until all classes are changed
         if _source_of(param) is None:
             set_at_rest(param)
 
@@ -230,7 +230,5 @@ def _source_of(param: object) -> WeightSource | None:
 
 
 def _wait_for_all() -> None:
-    sources = {known.source() for known in list(_proxied.values()) if known.source is not None}
-    for source in sources:
-        if source is not None:
-            source.wait_for_all()
+    for source in {known.source() for known in list(_proxied.values()) if known.source is not None} - {None}:
+        source.wait_for_all()  # type: ignore[union-attr]

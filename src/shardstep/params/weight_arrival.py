@@ -85,8 +85,10 @@ class WeightArrivals:
     def _hook(
         self, model: nn.Module, buckets_of: Mapping[torch.Tensor, Sequence[int]]
     ) -> dict[nn.Module | None, RemovableHandle]:
-        """A module with parameters of its own may use those of modules inside it without calling them
-        (nn.MultiheadAttention does): it waits for theirs too."""
+        """Have each module with parameters of its own wait for them, and for those of modules inside it.
+
+        It may use these without calling the modules, as nn.MultiheadAttention does.
+        """
         before_all = _BeforeModel(self._wait_for_all, self._readers)
         hooks: dict[nn.Module | None, RemovableHandle] = {None: hook_first(model, before_all)}
         for module in model.modules():
@@ -114,10 +116,6 @@ class WeightArrivals:
         uncover(self._covered)
         for handle in self._hooks.values():
             handle.remove()
-        self.landed(list(self._in_flight))
-
-    def __del__(self) -> None:
-        """The optimizer is gone. What is in flight is received into memory that nobody else gets."""
         self.landed(list(self._in_flight))
 
     @property
