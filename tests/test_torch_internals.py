@@ -33,7 +33,7 @@ class Watched(nn.Parameter):
 
     @property
     def grad(self) -> Any:
-        self.ask(torch_internals.frame_of_caller())
+        self.ask(torch_internals.frame_at(1))
         return torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
 
     @grad.setter
@@ -94,7 +94,7 @@ def test_checkpoints_of_torch_make_state_in_a_function_of_their_own():
     class Stateful(optim.SGD):
         @property
         def state(self) -> Any:
-            found.append(torch_internals.is_init_optim_state(torch_internals.frame_of_caller()))
+            found.append(torch_internals.is_init_optim_state(torch_internals.frame_at(1)))
             return {"here": True}
 
         @state.setter

@@ -20,7 +20,7 @@ from shardstep.state.reading import read_saved
 from shardstep.state.sharded_state import PartOfState, assemble, joined, parts_by_place
 from shardstep.state.state_dict import ShownState, pack_groups, shown_state
 from shardstep.stepping.element_state import Entry
-from shardstep.torch_internals import frame_of_caller, is_init_optim_state
+from shardstep.torch_internals import frame_at, is_init_optim_state
 
 
 class StateSurface(Optimizer):
@@ -38,7 +38,7 @@ class StateSurface(Optimizer):
     def state(self) -> Any:
         """By parameter, the elements of the state that this rank holds, flat and in order. Writing to it raises."""
         shown = shown_state(self._engine.share.entries(), params_of(self.param_groups))
-        if not shown and is_init_optim_state(frame_of_caller()):
+        if not shown and is_init_optim_state(frame_at(1)):
             raise RuntimeError(
                 "this sharded optimizer has no state yet, and torch.distributed.checkpoint.state_dict would make some "
                 "by a step of its own: load with shardstep.load(path, model, opt), after `shardstep convert` where "

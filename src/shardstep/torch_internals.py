@@ -8,7 +8,7 @@ has another name or other variables.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -20,10 +20,8 @@ from torch.distributed.algorithms.join import Join
 
 Variables = Mapping[str, Any]  # of a running function, by name
 
-
-def frame_of_caller() -> FrameType:
-    """Return the frame of the function that called the caller of this one: the reader of a property that asks here."""
-    return sys._getframe(2)
+# frame_at(1) is the frame of the function that called the one that asks: in a property, the reader.
+frame_at: Callable[[int], FrameType] = sys._getframe
 
 
 def variables_of_unscale(frame: FrameType, optimizer: object) -> Variables | None:
@@ -71,7 +69,7 @@ def variables_of_join() -> Variables:
     Join asks every optimizer for its hook and passes on the caller's keyword arguments alone: neither the other
     optimizers nor whether it is enabled. Variables that are used: self, joinables, enable.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = frame_at(1)
     while frame is not None and frame.f_code is not Join.__init__.__code__:
         frame = frame.f_back
     if frame is None:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from shardstep.params.pending_gathers import in_flight_lock
-from shardstep.torch_internals import frame_of_caller, name_of, variables_of_unscale, variables_of_zero_grad
+from shardstep.torch_internals import frame_at, name_of, variables_of_unscale, variables_of_zero_grad
 
 _tensor: Any = torch.Tensor
 gradient_of: Any = _tensor.grad.__get__  # what is in `param.grad`, whatever the class of the parameter
@@ -130,10 +130,11 @@ class _Proxy:
 
     def _read_grad(self: Any) -> torch.Tensor | None:
         gradient: torch.Tensor | None = gradient_of(self)
-        owner = _owner_of(self)
+        known = _proxied.get(id(self))
+        owner = None if known is None else known.owner()
         if owner is None:
             return gradient
-        reader = frame_of_caller()
+        reader = frame_at(1)
         unscale = variables_of_unscale(reader, owner)
         if unscale is not None:
             return owner.gradient_to_unscale(self, unscale)
@@ -201,13 +202,9 @@ class _InFlight(_Proxy):
         return func(*args, **kwargs)
 
 
-def _owner_of(param: object) -> ProxyOwner | None:
-    known = _proxied.get(id(param))
-    return None if known is None else known.owner()
-
-
 def _report_memory(param: torch.Tensor) -> None:
-    owner = _owner_of(param)
+    known = _proxied.get(id(param))
+    owner = None if known is None else known.owner()
     if owner is not None:
         owner.shows_memory_of(param)
 
