@@ -94,7 +94,7 @@ class WeightArrivals:
         for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, torch.jit.ScriptModule):
                 needed = sorted({bucket for param in module.parameters() for bucket in buckets_of.get(param, ())})
-                before_use = _BeforeUse(self._wait, needed, self._readers)
+                before_use = _BeforeUse(self._wait, self._readers, needed)
                 hooks[module] = hook_first(module, before_use)
         return hooks
 
@@ -195,38 +195,30 @@ class WeightArrivals:
 
 
 class _BeforeUse(ModelHook):
-    """Waits for a module's parameters before its forward."""
+    """Waits for weights before the forward of a module that uses them."""
 
-    def __init__(self, wait: weakref.ref[Any], buckets: Sequence[int], readers: Readers) -> None:
-        self._wait, self._buckets, self._readers = wait, buckets, readers
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        del module, inputs
-        if torch.compiler.is_compiling():
-            self._readers.note_compiled()
-            return
-        wait = self._wait()
-        if wait is not None:
-            wait(self._buckets)
-
-
-class _BeforeModel(ModelHook):
-    """Without gradients, as in an evaluation, kernels of torch's own take many parameters at once: waits for all."""
-
-    def __init__(self, wait_for_all: weakref.ref[Any], readers: Readers) -> None:
-        self._wait_for_all, self._readers = wait_for_all, readers
+    def __init__(self, wait: weakref.ref[Any], readers: Readers, *needed: Sequence[int]) -> None:
+        self._wait, self._readers, self._needed = wait, readers, needed
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         del module, inputs
         if torch.compiler.is_compiling():
             self._readers.note_compiled()
-            return
-        _watch_the_compiler()
-        if _is_tracing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            self._readers.traced = True
-        wait_for_all = self._wait_for_all()
-        if wait_for_all is not None and (self._readers.traced or not torch.is_grad_enabled()):
-            wait_for_all()
+        elif (wait := self._wait()) is not None:
+            wait(*self._needed)
+
+
+class _BeforeModel(_BeforeUse):
+    """Waits for all weights if there are no gradients: in an evaluation torch has kernels that read many at once."""
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _watch_the_compiler()
+            if _is_tracing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+                self._readers.traced = True
+            if torch.is_grad_enabled() and not self._readers.traced:
+                return
+        super().__call__(module, inputs)
 
 
 def _finish_before_fork() -> None:
