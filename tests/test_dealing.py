@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from dealing import least_possible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import optim
@@ -18,9 +19,9 @@ from shardstep.optimizers import costs
 from shardstep.optimizers.costs import fit_cost, try_cost
 from shardstep.optimizers.trial import Trial
 from shardstep.planning import Layout, ParamSpec, Plan, find_problems, make_plan
-from shardstep.planning.balance import MOST_ELEMENTS, MOST_TRAFFIC, deal_by_cost, least_possible
+from shardstep.planning.balance import MOST_ELEMENTS, MOST_TRAFFIC, deal_by_cost
 from shardstep.planning.cost import Cost, elementwise_cost, itemsize_of, muon_cost
-from test_planning import simple, spec_lists
+from test_planning import numels_by_rank, simple, spec_lists
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336)] * 32
@@ -56,8 +57,8 @@ def test_cost_is_never_worse_than_when_dealt_by_elements(specs, world_size, buck
     found = max(loads(plan, costs))
     assert found <= max(loads(even, [c for c, spec in zip(costs, specs, strict=True) if spec.trainable]))
     assert found >= least_possible(costs, world_size)
-    held, mean = [sum(column) for column in zip(*(b.splits for b in plan.buckets), strict=True)], sum(even.held())
-    mean /= world_size
+    held = [sum(column) for column in zip(*(numels_by_rank(bucket) for bucket in plan.buckets), strict=True)]
+    mean = sum(even.held()) / world_size
     assert max(held, default=0) <= max(MOST_ELEMENTS * mean, *even.held())
     fewest = mean * (1 - (MOST_TRAFFIC - 1) * (world_size - 1))
     assert min(held, default=0) >= min(fewest, *even.held())
@@ -98,8 +99,8 @@ def test_costs_by_hand():
 def test_what_is_frozen_costs_nothing_and_is_dealt_by_elements():
     specs = [dataclasses.replace(spec, trainable=i > 3) for i, spec in enumerate(simple(*[(8, 8)] * 8))]
     plan = make_plan(specs, Layout.WHOLE, world_size=4, costs=[muon_cost("cpu").of(spec) for spec in specs])
-    assert [bucket.splits for bucket in plan.buckets] == [(64, 64, 64, 64)]
-    assert [bucket.splits for bucket in plan.parked] == [(64, 64, 64, 64)]
+    assert [numels_by_rank(bucket) for bucket in plan.buckets] == [(64, 64, 64, 64)]
+    assert [numels_by_rank(bucket) for bucket in plan.parked] == [(64, 64, 64, 64)]
 
 
 @pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
@@ -129,7 +130,7 @@ def test_a_bucket_is_spread_over_the_ranks_that_hold_its_shapes():
         make_plan(specs, Layout.WHOLE, world_size=8, bucket_numel=16_000_000, order=order, costs=given)
         for given in (None, costs)
     ]
-    by_elements, by_cost = (sum(max(bucket.splits) for bucket in plan.buckets) for plan in plans)
+    by_elements, by_cost = (sum(max(numels_by_rank(bucket)) for bucket in plan.buckets) for plan in plans)
     assert by_cost <= by_elements
 
 
@@ -155,7 +156,7 @@ def test_rows_by_hand():
     plan = make_plan(specs, Layout.WHOLE, world_size=2, bucket_numel=32, order=range(5)[::-1], costs=[7] * 5)
     assert [[segment.param for segment in bucket.segments] for bucket in plan.buckets] == [[4, 3], [2, 1], [0]]
     assert [bucket.ranges.are_even for bucket in plan.buckets] == [True, True, False]
-    assert [bucket.splits for bucket in plan.buckets] == [(16, 16), (16, 16), (16, 0)]
+    assert [numels_by_rank(bucket) for bucket in plan.buckets] == [(16, 16), (16, 16), (16, 0)]
 
 
 def test_rows_are_not_dealt_where_they_cost_balance():

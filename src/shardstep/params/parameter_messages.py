@@ -14,8 +14,6 @@ from shardstep.planning import Bucket
 class FlatMessage:
     """Parameters that live as views of one flat buffer: it is sent and received as it is."""
 
-    needs_memory = False
-
     def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         unit = 1 if device.type == "cpu" else max(ALIGNMENT_NBYTES // dtype.itemsize, 1)
         starts = [0, *accumulate(-(-param.numel() // unit) * unit for param in params)]
@@ -52,8 +50,6 @@ class ScatteredMessage:
     They are packed for the wire, unless they lie one behind the other in one buffer, as a single one always does: then
     that memory is sent and received as it is. Where they lie is looked up every time: a program may move them.
     """
-
-    needs_memory = True
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params

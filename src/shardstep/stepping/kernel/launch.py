@@ -61,7 +61,7 @@ class KernelStep:
     ) -> None:
         if not pieces:
             raise ValueError("there is no piece to step: make no KernelStep where a rank holds nothing")
-        self._rule, self._groups, self._seed, self._shape = rule, groups, seed, shape
+        self._rule, self._groups, self._seed = rule, groups, seed
         known = [groups[piece.group] if 0 <= piece.group < len(groups) else {} for piece in pieces]
         variants = [
             variant_of(rule, piece, group, stochastic=seed is not None)
