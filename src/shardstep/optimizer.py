@@ -20,7 +20,7 @@ from shardstep.comm.channel import accelerator_among, open_channel
 from shardstep.comm.host_groups import FORKED, Forked
 from shardstep.config import ShardConfig
 from shardstep.engine.join import FastLaneJoinHook
-from shardstep.engine.make_step import Recipe
+from shardstep.engine.make_step import Recipe, costs_of_groups
 from shardstep.engine.planned import params_of, trainable_of
 from shardstep.engine.registry import check_stepped, check_unowned, close_earlier, take
 from shardstep.engine.report import Report, describe_groups
@@ -128,7 +128,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
             failure = error
         agree(channel, Claim("shard(...)", failure, facts))
         close_earlier(model, self.param_groups)  # its hooks would take the gradients away from this one
-        recipe = Recipe(self._class, self._defaults, self._layouts, self._elementwise)
+        recipe = self._make_recipe(self._layouts)
         self._engine = Engine(model, channel, recipe, config)
         plan = self._engine.plan_for(self.param_groups, trainable_of(self.param_groups))
         params, broadcast = params_of(self.param_groups), self._engine.transport.broadcast
@@ -177,6 +177,10 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
 
     def _choose_layouts(self) -> tuple[list[Layout], list[bool]]:
         return choose_layouts(self._config.layout, self._class, self._defaults, self.param_groups)
+
+    def _make_recipe(self, layouts: Sequence[Layout]) -> Recipe:
+        costs = costs_of_groups(self._class, self._defaults, self._config, self.param_groups)
+        return Recipe(self._class, self._defaults, layouts, costs)
 
     def _why_uneven(self, plan: Plan) -> str | None:
         asked = self._config.layout is Layout.WHOLE
@@ -322,7 +326,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
             layouts, elementwise = self._take_group(param_group, before)
             added = self.param_groups[-1]["params"]
             guard(self, added)
-            recipe = Recipe(self._class, self._defaults, layouts, elementwise)
+            recipe = self._make_recipe(layouts)
             planned = self._engine.try_plan(self.param_groups, trainable_of(self.param_groups), recipe)
             self._engine.replan(self.param_groups, planned, added)
         except BaseException:

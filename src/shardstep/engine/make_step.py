@@ -10,9 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.config import ShardConfig
-from shardstep.optimizers.local_optimizer import class_of, is_of_torch
+from shardstep.optimizers.local_optimizer import class_of, is_muon, is_of_torch
 from shardstep.params.flat import FlatMemory
 from shardstep.planning import Layout, Plan
+from shardstep.planning.cost import Cost, elementwise_cost, muon_cost
 from shardstep.planning.schedule import keep_batches_whole
 from shardstep.stepping import batched_muon
 from shardstep.stepping.average import Average
@@ -38,7 +39,7 @@ class Recipe:
     optimizer_class: type[Optimizer]
     defaults: Mapping[str, Any]
     layouts: Sequence[Layout]  # of each group
-    elementwise: Sequence[bool]  # of each group: whether it is, as far as a trial has seen
+    costs: Sequence[Cost]  # of each group: what stepping a parameter costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,19 @@ def _stepper_of(
     return BatchedMuon(numbers) if batched_muon.can_step(kind, own, config.master) else None
 
 
-def is_batched(recipe: Recipe, config: ShardConfig, group: Mapping[str, Any]) -> bool:
-    """Whether the matrices of a group are stepped by batches, as far as it depends on that group."""
-    kind = class_of(recipe.optimizer_class, group)
-    return config.kernel == "auto" and batched_muon.can_step(kind, [{**recipe.defaults, **group}], config.master)
+def costs_of_groups(
+    optimizer_class: Any, defaults: Mapping[str, Any], config: ShardConfig, groups: ParamGroups
+) -> list[Cost]:
+    """Return, for each group, what stepping a parameter costs: a formula for torch's Muon, elements for other classes.
+
+    Called where all ranks have agreed on the options, because plans that follow from it must be equal.
+    """
+    return [_cost_of(class_of(optimizer_class, group), {**defaults, **group}, config) for group in groups]
+
+
+def _cost_of(kind: Any, group: Mapping[str, Any], config: ShardConfig) -> Cost:
+    device = group["params"][0].device.type if group["params"] else "cpu"
+    if not is_muon(kind):
+        return elementwise_cost(device)
+    batched = config.kernel == "auto" and batched_muon.can_step(kind, [group], config.master)
+    return muon_cost(device, int(group["ns_steps"]), batched=batched)

@@ -21,11 +21,10 @@ from shardstep.comm.choose import open_transport, release
 from shardstep.comm.encoding import round_all, scratch_nbytes
 from shardstep.comm.transport import BucketSizes
 from shardstep.config import ShardConfig
-from shardstep.engine.make_step import Recipe, is_batched, make_step
+from shardstep.engine.make_step import Recipe, make_step
 from shardstep.engine.step_in_backward import HALF_STEPPED, StepInBackward
 from shardstep.gradients.replicated import ReplicatedGradients
 from shardstep.gradients.sharded import Gradients, Kept, ShardedGradients, Surroundings
-from shardstep.optimizers.costs import StepCosts
 from shardstep.optimizers.local_optimizer import is_of_torch
 from shardstep.optimizers.trial import no_trace
 from shardstep.params.flat import FlatMemory
@@ -66,9 +65,6 @@ class Planned:
         )
         self.call_order = CallOrder(channel)
         self.transport.before_waiting(self.call_order.check)
-        self._costs = StepCosts(
-            channel, recipe.optimizer_class, recipe.defaults, lambda group: is_batched(recipe, config, group)
-        )
         self._preconditions = StepPreconditions(model, has_buffers=config.sync_buffers and channel.world_size > 1)
         self._counted: Mapping[str, Any] = {}  # what the optimizer's class has counted on itself under earlier plans
         self._last_word = FinalAgreement(channel)
@@ -80,7 +76,7 @@ class Planned:
     # -- the plan, and everything that is made from it ----------------------------------------------------------------
 
     def plan_for(self, groups: ParamGroups, trainable: Sequence[bool], recipe: Recipe | None = None) -> Plan:
-        """The same on all ranks, and called on all: what a step costs may have to be tried on one of them."""
+        """Return the plan for these parameters; the same on every rank. Nothing is sent."""
         recipe = self._recipe if recipe is None else recipe
         params = params_of(groups)
         specs = [spec.encoded(self._config.wire or "") for spec in read_specs(groups, trainable)]
@@ -102,7 +98,7 @@ class Planned:
             end_numel=int(sizes.ends / itemsize) if sizes.ends else None,
             alignment=ALIGNMENT_NBYTES // min((param.element_size() for param in params), default=4),
             order=self._backward_order(params),
-            costs=self._costs.of(specs, groups, recipe.elementwise) if self._is_dealt(recipe) else None,
+            costs=[recipe.costs[spec.group].of(spec) for spec in specs] if self._is_dealt(recipe) else None,
         )
 
     def _is_dealt(self, recipe: Recipe) -> bool:
@@ -188,9 +184,6 @@ class Planned:
     def try_plan(self, groups: ParamGroups, trainable: Sequence[bool], recipe: Recipe | None = None) -> Next:
         """A plan for what has changed; raises on all ranks if one of them cannot have it. Nothing is changed."""
         wanted = self._recipe if recipe is None else recipe
-        self._costs.forget_after(len(self.share.local.param_groups))
-        if self._is_dealt(wanted):
-            self._costs.find(groups, wanted.elementwise)
 
         def build_without_memory() -> Next:
             self._memory.adopt()

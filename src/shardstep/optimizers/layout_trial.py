@@ -80,8 +80,8 @@ def probe(
     with no_trace(device), torch.enable_grad():
         for options in option_sets:
             # Groups that differ in their learning rate alone, such as one for each layer, are tried once.
-            distinct = without_rate(options)
-            if any(same_options(distinct, other) for other in tried):
+            distinct = _without_rate(options)
+            if any(_same_options(distinct, other) for other in tried):
                 continue
             tried.append(distinct)
             found = _try(Trial(optimizer_class, defaults, options), device, of_torch=of_torch)
@@ -96,11 +96,11 @@ def probe(
     return finding
 
 
-def without_rate(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_rate(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in ("params", "param_names", "lr", "initial_lr")}
 
 
-def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Options that are the same beyond doubt: tensors are not looked into."""
     return list(one) == list(other) and all(
         one[key] is other[key] or (isinstance(one[key], bool | int | float | str | tuple) and one[key] == other[key])
