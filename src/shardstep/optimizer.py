@@ -44,11 +44,9 @@ from shardstep.optimizers.local_optimizer import (
     check_optimizer_class,
     check_shapes,
     check_takes_no_closure,
-    copy_options,
     is_of_torch,
-    without_params,
 )
-from shardstep.optimizers.option_lines import class_line, option_keys, option_lines
+from shardstep.optimizers.param_groups import class_line, copy_options, option_keys, option_lines, without_params
 from shardstep.optimizers.several_classes import check_class, read_classes, shared_options, with_own_options
 from shardstep.planning import Layout, Plan, read_specs
 from shardstep.state_surface import StateSurface
@@ -60,7 +58,7 @@ from shardstep.stepping.masters import (
     given_masters,
     why_it_stalls,
 )
-from shardstep.stepping.scaling import Scaling
+from shardstep.stepping.steppers import Scaling
 
 
 def shard(

@@ -14,8 +14,9 @@ from shardstep.comm.agreement import Claim, Facts, agree
 from shardstep.comm.channel import Channel
 from shardstep.engine.planned import params_of
 from shardstep.engine.step import Engine
-from shardstep.optimizers.local_optimizer import apart, build, load_options, without_params
+from shardstep.optimizers.local_optimizer import build
 from shardstep.optimizers.optimizer_copy import beside_state, run_post_hooks, run_pre_hooks
+from shardstep.optimizers.param_groups import apart, load_options, without_params
 from shardstep.planning import Layout, Piece
 from shardstep.state.consolidation import consolidate
 from shardstep.state.reading import read_saved

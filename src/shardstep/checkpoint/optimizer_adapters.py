@@ -36,15 +36,15 @@ from shardstep.checkpoint.storage import Part, Wish, dtype_of
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
 from shardstep.engine.planned import params_of
 from shardstep.optimizer import ShardedOptimizer
-from shardstep.optimizers.local_optimizer import apart, is_of_torch, load_options
+from shardstep.optimizers.local_optimizer import is_of_torch
 from shardstep.optimizers.optimizer_copy import OptimizerCopy, run_post_hooks, run_pre_hooks
+from shardstep.optimizers.param_groups import apart, load_options
 from shardstep.params.views import flat_gradient
 from shardstep.planning import Layout, ParamSpec, Piece
 from shardstep.state.serialization import Reader
 from shardstep.state.sharded_state import PartOfTensor, parts_by_place
-from shardstep.stepping.average import AVERAGE
-from shardstep.stepping.masters import MASTER, NARROW, is_kept
-from shardstep.stepping.stochastic_rounding import COUNT
+from shardstep.stepping.element_state import COUNT
+from shardstep.stepping.masters import AVERAGE, MASTER, NARROW, is_kept
 
 
 def trainer_of(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> Trainer:

@@ -9,10 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.comm.agreement import Facts
-from shardstep.optimizers.counters import Counters, resume
-from shardstep.optimizers.local_optimizer import build, copy_options, dealt_to, local_groups
-from shardstep.optimizers.optimizer_copy import OptimizerCopy
-from shardstep.optimizers.option_lines import WatchedOptions, class_line, option_lines
+from shardstep.optimizers.local_optimizer import build, dealt_to
+from shardstep.optimizers.optimizer_copy import Counters, OptimizerCopy, resume
+from shardstep.optimizers.param_groups import WatchedOptions, class_line, copy_options, local_groups, option_lines
 from shardstep.optimizers.sliced_step import ElementwiseGroups, SlicedStep
 from shardstep.params.views import storage_order
 from shardstep.planning import Layout, Plan, make_plan, read_specs

@@ -16,13 +16,11 @@ from shardstep.planning import Layout, Plan
 from shardstep.planning.cost import Cost, elementwise_cost, muon_cost
 from shardstep.planning.schedule import keep_batches_whole
 from shardstep.stepping import batched_muon
-from shardstep.stepping.average import Average
 from shardstep.stepping.batched_muon import BatchedMuon
-from shardstep.stepping.kernel_stepper import ByKernel, can_step
+from shardstep.stepping.element_state import SEED, StochasticRounding
 from shardstep.stepping.local_step import LocalStep
-from shardstep.stepping.masters import Masters, has_narrow
-from shardstep.stepping.steppers import Stepper
-from shardstep.stepping.stochastic_rounding import SEED, StochasticRounding
+from shardstep.stepping.masters import Average, Masters, has_narrow
+from shardstep.stepping.steppers import KernelStepper, Stepper, can_step
 from shardstep.stepping.two_streams import TwoStreams, in_halves, two_streams
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -123,7 +121,7 @@ def _stepper_of(
     alike = not by_chance or all(param.dtype is torch.bfloat16 for param in params)
     layouts = [recipe.layouts[number] for number in numbers]
     if config.gradients == "shard" and alike and can_step(kind, own, layouts):
-        return ByKernel(kind, numbers, SEED if by_chance else None)
+        return KernelStepper(kind, numbers, SEED if by_chance else None)
     return BatchedMuon(numbers) if batched_muon.can_step(kind, own, config.master) else None
 
 

@@ -43,11 +43,10 @@ from shardstep.planning import Piece, Plan, read_specs
 from shardstep.state.audit import Audit
 from shardstep.state.join_sync import hand_over
 from shardstep.state.saved_state import SavedState
-from shardstep.stepping.average import Average
 from shardstep.stepping.element_state import Entry
 from shardstep.stepping.local_step import Prepared
-from shardstep.stepping.masters import make_exact
-from shardstep.stepping.scaling import Scaling
+from shardstep.stepping.masters import Average, make_exact
+from shardstep.stepping.steppers import Scaling
 
 _abandoned: list[Any] = []  # what ranks that went apart left under way
 

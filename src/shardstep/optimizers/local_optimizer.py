@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -10,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from shardstep.optimizers.param_groups import CLASS, without_params
 from shardstep.planning import ParamSpec, Plan
 
 # Optimizers whose update of one parameter depends on the others, so that stepping them in shares changes the result.
@@ -18,10 +18,6 @@ _COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
 )
 
 _MOST_NAMED = 8  # parameters in one error
-
-
-CLASS = "optimizer"  # of a group, where groups have optimizers of several classes
-_NO_OPTIONS = ("params", "param_names", CLASS)
 
 
 def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
@@ -91,11 +87,6 @@ def check_shapes(optimizer_class: Any, groups: Sequence[Mapping[str, Any]], spec
         )
 
 
-def without_params(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For a trial: the options alone. Names are none of a class's options, and some check that they know all keys."""
-    return [{**{key: group[key] for key in group if key != "param_names"}, "params": []} for group in groups]
-
-
 def is_of_torch(optimizer_class: Any) -> bool:
     """Whether it is a class of torch.optim itself: these keep all they know of a parameter in its own state, in tensors
     of its shape and in counters. A class of somebody else's may count on itself, in its groups, or in lists."""
@@ -116,21 +107,6 @@ def bare_class(optimizer_class: Any) -> Any:
 def qualified_name(optimizer_class: Any) -> str:
     optimizer_class = bare_class(optimizer_class)
     return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
-
-
-def local_groups(
-    param_groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], mine: Sequence[int]
-) -> list[dict[str, Any]]:
-    """`param_groups` with the parameters `mine` only, in that order. A group may be empty."""
-    params = [param for group in param_groups for param in group["params"]]
-    names = [name for group in param_groups for name in group.get("param_names", ())]
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
-    for index, group in enumerate(groups):
-        own = [i for i in mine if specs[i].group == index]
-        group["params"] = [params[i] for i in own]
-        if names:
-            group["param_names"] = [names[i] for i in own]
-    return groups
 
 
 def dealt_to(plan: Plan, rank: int) -> list[int]:
@@ -180,37 +156,6 @@ def _first_refused(
             except Exception:
                 return cast(torch.Tensor, param)
     return None
-
-
-def copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Copy everything in the groups but the parameters: learning rates that a scheduler set, keys that a step added."""
-    for theirs, ours in zip(source, target, strict=True):
-        ours.update({key: value for key, value in theirs.items() if key not in _NO_OPTIONS})
-
-
-def load_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Everything in the groups but the parameters, as copies: what was loaded stays the caller's.
-
-    A tensor stays the one that it was, if it can: a scheduler, or a graph, may hold it.
-    """
-    for theirs, ours in zip(source, target, strict=True):
-        for key, value in theirs.items():
-            own = ours.get(key)
-            if key in _NO_OPTIONS or value is own:
-                continue
-            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
-                with torch.no_grad():
-                    own.copy_(value)
-            else:
-                ours[key] = copy.deepcopy(value)
-
-
-def apart(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same groups, with options that can be loaded into while the optimizer keeps its own."""
-    return [
-        {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        for group in groups
-    ]
 
 
 class WatchedClosure:

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.optimizers.local_optimizer import CLASS, without_params
 from shardstep.optimizers.optimizer_copy import load_again
-from shardstep.optimizers.option_lines import option_keys
+from shardstep.optimizers.param_groups import CLASS, option_keys, without_params
 from shardstep.optimizers.sliced_step import step_as_a_part
 
 

@@ -23,7 +23,8 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.optimizers.layout_trial import probe
-from shardstep.optimizers.local_optimizer import copy_options, is_of_torch
+from shardstep.optimizers.local_optimizer import is_of_torch
+from shardstep.optimizers.param_groups import copy_options
 
 SLICE_NBYTES = 512 * 1024  # a few of these, and what lies between, fit in a core's second-level cache
 _SLICES_PER_BLOCK = 16  # have one optimizer: in the first step, that many have a state of their own at once

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from shardstep.optimizers.local_optimizer import copy_options, is_muon
+from shardstep.optimizers.local_optimizer import is_muon
+from shardstep.optimizers.param_groups import copy_options
 from shardstep.planning import Piece
 from shardstep.stepping.masters import NARROW
-from shardstep.stepping.scaling import Scaling
-from shardstep.stepping.steppers import Groups, Row
+from shardstep.stepping.steppers import Groups, Row, Scaling
 
 # Elements of a batch at most: 12 matrices of 3072 x 768. The iteration has two stacks in bfloat16 and two of products,
 # 4 to 8 bytes for each element, so it takes 256 MB. Smaller batches would leave processors of the GPU idle.

@@ -24,14 +24,19 @@ from shardstep.params.flat import FlatMemory
 from shardstep.params.views import dense_view
 from shardstep.planning import Layout, Piece, Plan
 from shardstep.planning.runs import Run, find_runs
-from shardstep.stepping.average import AVERAGE, Average
-from shardstep.stepping.element_slots import Slot
-from shardstep.stepping.element_state import Entry, counts_alike, cut_from_run, join_in_run, on_device_of
-from shardstep.stepping.masters import MASTER, NARROW, Masters, is_kept
+from shardstep.stepping.element_state import (
+    Entry,
+    Slot,
+    StochasticRounding,
+    counts_alike,
+    cut_from_run,
+    join_in_run,
+    on_device_of,
+    without_counts,
+)
+from shardstep.stepping.masters import AVERAGE, MASTER, NARROW, Average, Masters, is_kept
 from shardstep.stepping.parted_optimizer import PartedOptimizer, placeholder, takes_scaling
-from shardstep.stepping.scaling import Scaling
-from shardstep.stepping.steppers import Row, Stepper
-from shardstep.stepping.stochastic_rounding import StochasticRounding, without_counts
+from shardstep.stepping.steppers import Row, Scaling, Stepper
 
 ParamGroups = Sequence[dict[str, Any]]
 

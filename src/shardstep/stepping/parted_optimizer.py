@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from shardstep.optimizers.counters import Counters, resume
-from shardstep.optimizers.local_optimizer import copy_options, is_of_torch
+from shardstep.optimizers.local_optimizer import is_of_torch
+from shardstep.optimizers.optimizer_copy import Counters, resume
+from shardstep.optimizers.param_groups import copy_options
 from shardstep.optimizers.sliced_step import ElementwiseGroups, MakeOptimizer, SlicedStep
-from shardstep.stepping.scaling import Scaling
+from shardstep.stepping.steppers import Scaling
 
 _OF_PARAMS = ("params", "param_names")
 _MUTABLE = (torch.Tensor, list, dict)

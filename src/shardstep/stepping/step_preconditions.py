@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardstep.optimizers.option_lines import Groups, WatchedOptions
+from shardstep.optimizers.param_groups import Groups, WatchedOptions
 
 NBYTES = 8  # of a digest
 

@@ -1,14 +1,72 @@
-"""The options of param groups in words, so that ranks can see whether theirs are the same."""
+"""Param groups: their options in words, and copied from one optimizer to another."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from operator import is_
 from typing import Any
 
 import torch
+
+from shardstep.planning import ParamSpec
+
+CLASS = "optimizer"  # of a group, where groups have optimizers of several classes
+_NO_OPTIONS = ("params", "param_names", CLASS)
+
+
+def without_params(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For a trial: the options alone. Names are none of a class's options, and some check that they know all keys."""
+    return [{**{key: group[key] for key in group if key != "param_names"}, "params": []} for group in groups]
+
+
+def local_groups(
+    param_groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], mine: Sequence[int]
+) -> list[dict[str, Any]]:
+    """`param_groups` with the parameters `mine` only, in that order. A group may be empty."""
+    params = [param for group in param_groups for param in group["params"]]
+    names = [name for group in param_groups for name in group.get("param_names", ())]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
+    for index, group in enumerate(groups):
+        own = [i for i in mine if specs[i].group == index]
+        group["params"] = [params[i] for i in own]
+        if names:
+            group["param_names"] = [names[i] for i in own]
+    return groups
+
+
+def copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
+    """Copy everything in the groups but the parameters: learning rates that a scheduler set, keys that a step added."""
+    for theirs, ours in zip(source, target, strict=True):
+        ours.update({key: value for key, value in theirs.items() if key not in _NO_OPTIONS})
+
+
+def load_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
+    """Everything in the groups but the parameters, as copies: what was loaded stays the caller's.
+
+    A tensor stays the one that it was, if it can: a scheduler, or a graph, may hold it.
+    """
+    for theirs, ours in zip(source, target, strict=True):
+        for key, value in theirs.items():
+            own = ours.get(key)
+            if key in _NO_OPTIONS or value is own:
+                continue
+            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
+                with torch.no_grad():
+                    own.copy_(value)
+            else:
+                ours[key] = copy.deepcopy(value)
+
+
+def apart(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same groups, with options that can be loaded into while the optimizer keeps its own."""
+    return [
+        {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
+        for group in groups
+    ]
+
 
 Groups = Sequence[Mapping[str, Any]]
 
