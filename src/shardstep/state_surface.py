@@ -16,7 +16,7 @@ from shardstep.engine.planned import params_of
 from shardstep.engine.step import Engine
 from shardstep.optimizers.local_optimizer import build
 from shardstep.optimizers.optimizer_copy import beside_state, run_post_hooks, run_pre_hooks
-from shardstep.optimizers.param_groups import apart, load_options, without_params
+from shardstep.optimizers.param_groups import copy_groups, load_options, without_params
 from shardstep.planning import Layout, Piece
 from shardstep.state.consolidation import consolidate
 from shardstep.state.reading import read_saved
@@ -106,7 +106,7 @@ class StateSurface(Optimizer):
         failure, plan = None, self._engine.plan
         entries: dict[Piece, Entry] = {}
         others: dict[str, Any] = {}
-        loaded = apart(self.param_groups)  # this optimizer's own stay as they are until nobody can refuse
+        loaded = copy_groups(self.param_groups)  # this optimizer's own stay as they are until nobody can refuse
         try:
             state_dict = run_pre_hooks(self, state_dict)
             trial = build(self._class, without_params(self.param_groups), self._defaults, {})

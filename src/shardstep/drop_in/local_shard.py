@@ -97,7 +97,7 @@ class LocalShard:
 
     def step_facts(self, groups: Groups, plan: Plan) -> Facts:
         """What must be the same on every rank in a step under `plan`: its parameters, and the program's options."""
-        self._watched.know(groups)
+        self._watched.add_new(groups)
         lines = self._watched.lines(groups)
         if self._told is None or plan is not self._told[0] or lines is not self._told[1]:
             self._told = (plan, lines, Facts([*map(str, plan.params), *lines]))

@@ -81,7 +81,7 @@ def make_step(
         join=config.gradients == "shard",
         masters=masters,
         average=None if config.ema is None else Average(memory, config.ema, masters),
-        rounded=StochasticRounding(memory) if config.master == "stochastic" else None,
+        rounding=StochasticRounding(memory) if config.master == "stochastic" else None,
         steppers=steppers,
     )
     return Made(share, together, streams)

@@ -1,4 +1,4 @@
-"""The optimizer that steps this rank's share: an ordinary instance of the caller's class."""
+"""Optimizer classes: what is known of one, whether it can be sharded, and how an instance is built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardstep.optimizers.param_groups import CLASS, without_params
 from shardstep.planning import ParamSpec, Plan
 
-# Optimizers whose update of one parameter depends on the others, so that stepping them in shares changes the result.
+# Optimizers whose update of one parameter depends on the others, so that stepping on several ranks changes the result.
 _COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
     (torch.optim.LBFGS, "one line search and one direction over all parameters together"),
 )
@@ -21,7 +21,7 @@ _MOST_NAMED = 8  # parameters in one error
 
 
 def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
-    """Raise if `optimizer_class` is not a class of optimizers, or not one whose work can be shared out."""
+    """Raise if `optimizer_class` is not a class of optimizers, or not one whose work can be divided among ranks."""
     for inner in getattr(optimizer_class, "inner_classes", ()):
         check_optimizer_class(inner, world_size)
     while isinstance(optimizer_class, partial):  # torch takes those too
@@ -45,7 +45,7 @@ def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
 
 
 def check_takes_no_closure(optimizer_class: Any) -> None:
-    """Raise for classes that evaluate the loss several times in a step: shares of a step are made without it."""
+    """Raise for classes that evaluate the loss several times in a step: ranks step their pieces without it."""
     for inner in getattr(optimizer_class, "inner_classes", ()):
         check_takes_no_closure(inner)
     while isinstance(optimizer_class, partial):
@@ -58,20 +58,20 @@ def check_takes_no_closure(optimizer_class: Any) -> None:
 
 
 def is_muon(optimizer_class: Any) -> bool:
-    """torch's own, and no subclass: what that takes, and what it computes, nobody knows."""
+    """Whether the class is torch's Muon itself; a subclass may take and compute something else."""
     while isinstance(optimizer_class, partial):
         optimizer_class = optimizer_class.func
     return optimizer_class is torch.optim.Muon
 
 
 def class_of(optimizer_class: Any, group: Mapping[str, Any]) -> Any:
-    """That which steps a group."""
+    """Return the class that steps a group."""
     return group[CLASS] if getattr(optimizer_class, "inner_classes", ()) else optimizer_class
 
 
 def check_shapes(optimizer_class: Any, groups: Sequence[Mapping[str, Any]], specs: Iterable[ParamSpec]) -> None:
-    """Raise if Muon is to train what is no matrix. Its constructor would, but on the rank that holds it, and when
-    parameters have moved already; this is said on all ranks, of all parameters, and before anything has moved."""
+    """Raise if Muon is to train what is not a matrix. This names all such parameters, on all ranks, before anything has
+    moved; Muon's constructor would raise only on the rank that holds one, and later."""
     by_muon = [is_muon(class_of(optimizer_class, group)) for group in groups]
     refused = [
         f"{spec.name} of shape {spec.shape}"
@@ -88,8 +88,8 @@ def check_shapes(optimizer_class: Any, groups: Sequence[Mapping[str, Any]], spec
 
 
 def is_of_torch(optimizer_class: Any) -> bool:
-    """Whether it is a class of torch.optim itself: these keep all they know of a parameter in its own state, in tensors
-    of its shape and in counters. A class of somebody else's may count on itself, in its groups, or in lists."""
+    """Whether it is a class of torch.optim itself. These keep everything in a parameter's own state, as tensors of its
+    shape and counters. Other classes may count in attributes, in their groups, or in lists."""
     while isinstance(optimizer_class, partial):
         optimizer_class = optimizer_class.func
     if inner := getattr(optimizer_class, "inner_classes", ()):
@@ -99,6 +99,7 @@ def is_of_torch(optimizer_class: Any) -> bool:
 
 
 def bare_class(optimizer_class: Any) -> Any:
+    """Return the class inside a `functools.partial`."""
     while isinstance(optimizer_class, partial):  # torch takes those too
         optimizer_class = optimizer_class.func
     return optimizer_class
@@ -110,7 +111,7 @@ def qualified_name(optimizer_class: Any) -> str:
 
 
 def dealt_to(plan: Plan, rank: int) -> list[int]:
-    """The parameters that `rank` holds whole: group by group, the largest first."""
+    """Return the parameters that `rank` holds whole: group by group, the largest first."""
     held = {piece.param for piece in plan.pieces_of(rank)}
     return sorted(held, key=lambda i: (plan.params[i].group, -plan.params[i].numel, i))
 
@@ -121,7 +122,7 @@ def build(
     defaults: Mapping[str, Any],
     names: Mapping[torch.Tensor, str],
 ) -> Optimizer:
-    """An `optimizer_class` over `groups`; if it refuses a parameter, the error names it by `names`."""
+    """Build an `optimizer_class` over `groups`; if it refuses a parameter, the error has its name in `names`."""
     make: Callable[..., Optimizer] = optimizer_class
     try:
         return make([dict(group) for group in groups], **defaults)
@@ -143,7 +144,7 @@ def build(
 def _first_refused(
     make: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
 ) -> torch.Tensor | None:
-    """The first parameter that the optimizer refuses even alone; None if it is not a parameter that it refuses."""
+    """Return the first parameter that the optimizer refuses even alone; None if it refuses something else."""
     try:
         make(without_params(groups), **defaults)
     except Exception:
@@ -159,7 +160,7 @@ def _first_refused(
 
 
 class WatchedClosure:
-    """Remembers whether an error came from the closure or from the optimizer round it."""
+    """Calls a closure, and notes whether an error came from it or from the optimizer that calls it."""
 
     def __init__(self, closure: Callable[[], float]) -> None:
         self._closure = closure

@@ -18,14 +18,14 @@ _NO_OPTIONS = ("params", "param_names", CLASS)
 
 
 def without_params(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For a trial: the options alone. Names are none of a class's options, and some check that they know all keys."""
+    """Return the options alone, for a trial. Names are left out, because some classes check that they know all keys."""
     return [{**{key: group[key] for key in group if key != "param_names"}, "params": []} for group in groups]
 
 
 def local_groups(
     param_groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], mine: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """`param_groups` with the parameters `mine` only, in that order. A group may be empty."""
+    """Return `param_groups` with the parameters `mine` only, in that order. A group may be empty."""
     params = [param for group in param_groups for param in group["params"]]
     names = [name for group in param_groups for name in group.get("param_names", ())]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
@@ -44,9 +44,9 @@ def copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str,
 
 
 def load_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Everything in the groups but the parameters, as copies: what was loaded stays the caller's.
+    """Copy everything in the groups but the parameters: what was loaded stays the caller's.
 
-    A tensor stays the one that it was, if it can: a scheduler, or a graph, may hold it.
+    Values are copied into existing tensors where shapes allow it, because a scheduler or a graph may refer to them.
     """
     for theirs, ours in zip(source, target, strict=True):
         for key, value in theirs.items():
@@ -60,8 +60,8 @@ def load_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str,
                 ours[key] = copy.deepcopy(value)
 
 
-def apart(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same groups, with options that can be loaded into while the optimizer keeps its own."""
+def copy_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of the groups, into which options can be loaded without changing the optimizer's own."""
     return [
         {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
         for group in groups
@@ -72,37 +72,38 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 def option_keys(group: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a group that are options."""
     return [key for key in group if key not in ("params", "param_names")]
 
 
 def option_lines(groups: Groups, keys: Sequence[Sequence[str]], *, waits: bool = True) -> Iterator[str]:
-    """`keys` of each group. Unless it `waits`, the host does not ask a device what a tensor holds."""
+    """Yield a line for each of the `keys` of each group. Values on a device are read only if `waits`."""
     for number, (group, wanted) in enumerate(zip(groups, keys, strict=False)):
         for key in sorted(wanted):
             yield f"param_groups[{number}][{key!r}] = {_in_words(group.get(key), waits)}"
 
 
 class WatchedOptions:
-    """Those options that the groups had when they were first seen.
+    """The options that groups had when they were first seen, as lines that ranks can compare.
 
-    What comes later is a scheduler's notes (`initial_lr`) or a counter of the optimizer's own, which a rank that holds
-    nothing of a group may not advance.
+    Keys that come later are not compared: they are a scheduler's (`initial_lr`), or a counter of the optimizer's own,
+    which does not advance on a rank that holds nothing of a group.
     """
 
     def __init__(self, among: Container[str] | None = None) -> None:
-        self._among = among  # others do not count; None: all do
+        self._among = among  # only these keys are compared; None: all
         self._keys: list[list[str]] = []
         self._values: list[Any] = []
         self._lines: list[str] = []
 
-    def know(self, groups: Groups) -> None:
-        """Groups may have been added."""
+    def add_new(self, groups: Groups) -> None:
+        """Take in groups that have been added since the last call."""
         for group in groups[len(self._keys) :]:
             keys = option_keys(group)
             self._keys.append(keys if self._among is None else [key for key in keys if key in self._among])
 
     def lines(self, groups: Groups) -> list[str]:
-        """One for each option; made anew only if one was set since. What a tensor says can change without that."""
+        """Return a line for each option. They are made anew if an option was set, or if there are tensors."""
         values = [group.get(key) for group, keys in zip(groups, self._keys, strict=False) for key in keys]
         same = len(values) == len(self._values) and all(map(is_, values, self._values))
         if not same or any(isinstance(value, torch.Tensor) for value in values):
@@ -110,18 +111,19 @@ class WatchedOptions:
         return self._lines
 
     def all_lines(self, groups: Groups) -> list[str]:
-        """The host waits for what lies on a device."""
+        """Return a line for each option; the host waits for values on a device."""
         return list(option_lines(groups, self._keys))
 
 
 def class_line(optimizer_class: Any) -> str:
+    """Return a line that names the class."""
     while isinstance(optimizer_class, partial):
         optimizer_class = optimizer_class.func
     return f"optimizer_class {optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
 def _in_words(value: Any, waits: bool) -> str:
-    """The same in every process for the same value."""
+    """Return text that is equal in all processes for equal values."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" and not waits:
             return f"a tensor of shape {tuple(value.shape)}, {value.dtype}, on an accelerator"

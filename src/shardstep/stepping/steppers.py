@@ -16,7 +16,7 @@ from shardstep.stepping.kernel.table import FLOATS
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """On the device, by the names of the attributes that torch's classes read.
+    """A GradScaler's tensors on the device, named like the attributes that torch's classes read.
 
     Where `found_inf` is 1 nothing is stepped, and no step is counted. Gradients are divided by `grad_scale`.
     """
@@ -30,7 +30,7 @@ Groups = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """One tensor of the local optimizer, and the memory that it stands for."""
+    """One tensor of the local optimizer, and the parameters' memory that belongs to it."""
 
     tensor: torch.Tensor  # the key of its state
     values: torch.Tensor  # flat: the parameters' own memory, or float32 values that are encoded when they are sent
@@ -42,22 +42,22 @@ class Row:
 
 
 class Stepper(Protocol):
-    """Steps the parameters of some groups like their class does. The class still refuses options, and holds the state.
+    """Steps the parameters of some groups as their class does. The class still checks options, and holds the state.
 
-    The share calls `build` once for a plan, and then `begin` and `step` in every step.
+    LocalStep calls `build` once for a plan, and then `begin` and `step` in every step.
     """
 
     @property
     def groups(self) -> Collection[int]:
-        """Whose parameters it steps."""
+        """The param groups whose parameters it steps."""
 
     @property
     def writes_values(self) -> bool:
-        """Whether it rounds masters into 16-bit values itself, and by chance where there are none."""
+        """Whether it writes 16-bit values itself: rounded from masters, or stochastically where there are none."""
 
     @property
     def temporary_nbytes(self) -> int:
-        """Memory that a step takes and gives back, at most."""
+        """Bytes of temporary memory that a step takes, at most."""
 
     def build(
         self, rows: Sequence[Sequence[Row]], state: dict[Any, Any], groups: Groups, counts: dict[Piece, torch.Tensor]
@@ -68,7 +68,7 @@ class Stepper(Protocol):
         """
 
     def begin(self, groups: Groups) -> None:
-        """Take over the options as they are now."""
+        """Begin a step: copy the options as they are now."""
 
     def step(
         self,
@@ -84,7 +84,8 @@ class Stepper(Protocol):
 
 
 class KernelStepper:
-    """A stepper (steppers.py). With a `seed`, bfloat16 values have no master, and are rounded by chance."""
+    """A `Stepper` by the kernel of kernel/, in one pass over memory. With a `seed`, bfloat16 values have no master and
+    are rounded stochastically."""
 
     writes_values = True
     temporary_nbytes = 0
@@ -153,7 +154,7 @@ class KernelStepper:
         )
 
     def _moments(self, row: Row) -> list[torch.Tensor | None]:
-        """What the class keeps per element, made where it is missing."""
+        """Return the class's state per element, first, second and largest moment; what is missing is created."""
         group = self._groups[self._place[row.group]]
         names: list[str | None] = list(_MOMENTS[self._rule])
         if self._rule is Rule.SGD and not group.get("momentum"):
@@ -178,7 +179,7 @@ class KernelStepper:
         return found
 
     def _count(self, row: Row) -> torch.Tensor:
-        """Of steps, on the device: in the state, if the class has it there."""
+        """Return the count of steps as a tensor on the device, from the state if the class has it there."""
         device = row.values.device
         if self._rule is not Rule.ADAM:
             own = self._counts.get(row.piece, 0.0)
@@ -192,8 +193,10 @@ class KernelStepper:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
+    """A kernel for the rows that have been stepped so far."""
+
     kernel: KernelStep
-    places: Mapping[int, int]  # of rows: where in the kernel
+    places: Mapping[int, int]  # row: its place among the kernel's pieces
 
 
 _COMPILED = ("amsgrad", "nesterov", "decoupled_weight_decay")  # options that a kernel is made for
@@ -205,7 +208,7 @@ _MOMENTS = {
 
 
 def can_step(kind: Any, groups: Groups, layouts: Sequence[Layout]) -> bool:
-    """Whether the kernel steps all of these: cut parameters on one GPU, by a class and options that it reproduces."""
+    """Whether the kernel can step all of these groups: cut parameters on one GPU, a class and options that it knows."""
     params = [param for group in groups for param in group["params"]]
     return (
         bool(params)

@@ -1,4 +1,4 @@
-"""What a kernel must know of the pieces that it steps: where they lie, in tables on the device that are built once."""
+"""Tables on the device that tell a kernel which pieces to step and where they lie; built once."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class KernelPiece:
     largest: torch.Tensor | None = None  # max_exp_avg_sq
     master: torch.Tensor | None = None  # None: `values` are also what is stepped
     gradient_dtype: torch.dtype | None = None  # None: that of `values`
-    # For noise alone: which parameter of the model, and where in it the piece begins. Rounded by chance, a piece is of
-    # one parameter: in one of several, the noise would depend on how ranks cut and join them.
+    # For noise only: which parameter of the model, and where in it the piece begins. With stochastic rounding a piece is
+    # of one parameter, or noise would depend on how ranks cut and join pieces.
     param: int = 0
     start: int = 0
 
@@ -62,7 +62,7 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """All that a kernel is compiled for. Pieces of one variant are stepped in one launch."""
+    """Everything that a kernel is compiled for. Pieces of one variant are stepped in one launch."""
 
     rule: Rule
     values: torch.dtype
