@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,19 +36,19 @@ from shardstep.stepping.element_state import (
     on_device_of,
     without_counts,
 )
-from shardstep.stepping.masters import AVERAGE, MASTER, NARROW, Average, Masters, is_kept
+from shardstep.stepping.masters import NARROW, Average, Masters, drop_unused
 from shardstep.stepping.parted_optimizer import PartedOptimizer, placeholder, takes_scaling
 from shardstep.stepping.steppers import Row, Scaling, Stepper
 
 ParamGroups = Sequence[dict[str, Any]]
+Members = list[list[tuple[Run, torch.Tensor]]]  # by bucket: pieces, and the tensor that the optimizer steps for them
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Everything that `LocalStep.take` installs, built beforehand because the optimizer's class may refuse it."""
 
-    runs: list[tuple[Run, ...]]  # by bucket
-    tensors: list[list[torch.Tensor]]  # of each run
+    members: Members
     local: Optimizer
     parted: PartedOptimizer
     parked: dict[Piece, Entry]
@@ -85,9 +86,8 @@ class LocalStep:
         self._class_steps = len(self._groups_of_steppers) < len(layouts)
         self.slots: list[Slot] = [slot for slot in (masters, average, rounding) if slot is not None]
         self._join = join and is_of_torch(optimizer_class)
-        self.runs: list[tuple[Run, ...]] = []  # by bucket
+        self._members: Members = []
         self.parked: dict[Piece, Entry] = {}  # state of frozen parameters
-        self._tensors: list[list[torch.Tensor]] = []
         self._parted: PartedOptimizer | None = None
 
     def build(
@@ -110,11 +110,10 @@ class LocalStep:
         for slot in self.slots:
             found, rest = slot.split(rest)
             slot_values.append(found)
-        rest = self._drop_unused_slots(rest)
-        runs = self._find_runs(param_groups, rest)
-        tensors = [[self._tensor_of(run, number) for run in row] for number, row in enumerate(runs)]
-        local, parted = self._make_optimizers(param_groups, runs, tensors)
-        for run, tensor in _pairs(runs, tensors):
+        rest = drop_unused(rest, self._memory, {slot.key for slot in self.slots})
+        members = self._make_members(param_groups, rest)
+        local, parted = self._make_optimizers(param_groups, members)
+        for run, tensor in chain.from_iterable(members):
             of_run = {piece: rest.pop(piece) for piece in run.pieces if piece in rest}
             if of_run:
                 entry = join_in_run(run, of_run, tensor)
@@ -122,36 +121,30 @@ class LocalStep:
         parked = {piece: _copy_tensors(entry) for piece, entry in rest.items()}
         parted.reload()
         parted.resume(self.counted() if counted is None else counted)
-        return Prepared(runs, tensors, local, parted, parked, slot_values)
+        return Prepared(members, local, parted, parked, slot_values)
 
     def try_class(self, param_groups: ParamGroups) -> None:
         """Raise what the class raises when it is given its parameters. The plan's memory need not have storage."""
-        runs = self._find_runs(param_groups, {})
-        tensors = [[self._tensor_of(run, number) for run in row] for number, row in enumerate(runs)]
+        members = self._make_members(param_groups, {})
         try:
-            self._make_optimizers(param_groups, runs, tensors)
+            self._make_optimizers(param_groups, members)
         except Exception:
             # It may have asked for a device, or for values: try tensors that have both, in one element of memory.
-            device_of = [memory.bucket.segments[0].param for memory in self._memory.buckets]
-            single = [
-                [
-                    torch.zeros((), dtype=one.dtype, device=self._memory.params[param].device).expand(one.shape)
-                    for one in row
-                ]
-                for param, row in zip(device_of, tensors, strict=True)
+            homes = [self._memory.params[memory.bucket.segments[0].param] for memory in self._memory.buckets]
+            small = [
+                [(run, _in_one_element(tensor, home.device)) for run, tensor in row]
+                for home, row in zip(homes, members, strict=True)
             ]
-            self._make_optimizers(param_groups, runs, [[one.requires_grad_() for one in row] for row in single])
+            self._make_optimizers(param_groups, small)
 
-    def _make_optimizers(
-        self, param_groups: ParamGroups, runs: Sequence[tuple[Run, ...]], tensors: Sequence[Sequence[torch.Tensor]]
-    ) -> tuple[Optimizer, PartedOptimizer]:
-        local = self._make_local(param_groups, _pairs(runs, tensors))
-        parts = [[tensor for bucket in group for tensor in tensors[bucket]] for group in self._bucket_groups]
+    def _make_optimizers(self, param_groups: ParamGroups, members: Members) -> tuple[Optimizer, PartedOptimizer]:
+        local = self._make_local(param_groups, list(chain.from_iterable(members)))
+        parts = [[tensor for bucket in group for _, tensor in members[bucket]] for group in self._bucket_groups]
         return local, PartedOptimizer(local, parts, _maker(self._class, self._defaults))
 
     def take(self, prepared: Prepared, param_groups: ParamGroups) -> None:
         """Install what `prepare` has built. No code of the class runs here."""
-        self.runs, self._tensors = prepared.runs, prepared.tensors
+        self._members = prepared.members
         self.local, self._parted, self.parked = prepared.local, prepared.parted, prepared.parked
         for slot, values in zip(self.slots, prepared.slot_values, strict=True):
             slot.fill(values)
@@ -161,37 +154,23 @@ class LocalStep:
             rows = [[row for row in all_rows if row.group in stepper.groups] for all_rows in self._rows]
             stepper.build(rows, self.local.state, param_groups, counts)
 
-    def _drop_unused_slots(self, entries: Mapping[Piece, Entry]) -> dict[Piece, Entry]:
-        """Return the state without masters and averages that are not kept here: they would be saved again, outdated."""
-        kept = {slot.key for slot in self.slots}
-        live = {piece for bucket in self._memory.buckets for piece, _ in bucket.placed}
-
-        def stays(piece: Piece, key: str) -> bool:
-            if key not in (MASTER, AVERAGE):
-                return True
-            return piece not in live and key in kept and (key != MASTER or is_kept(self._plan.params[piece.param]))
-
-        rest = {p: {key: value for key, value in entry.items() if stays(p, key)} for p, entry in entries.items()}
-        return {piece: entry for piece, entry in rest.items() if entry}
-
-    def _find_runs(self, param_groups: ParamGroups, rest: Mapping[Piece, Entry]) -> list[tuple[Run, ...]]:
-        """Return the runs of each bucket; pieces whose counters in `rest` differ are not joined."""
+    def _make_members(self, param_groups: ParamGroups, rest: Mapping[Piece, Entry]) -> Members:
+        """Return the runs of each bucket with their tensors; pieces whose counters in `rest` differ are not joined."""
 
         def may_be_one(one: Piece, other: Piece) -> bool:
             joinable = self._may_join(one, param_groups) and self._may_join(other, param_groups)
             same_group = self._group_of(one) == self._group_of(other)
             return joinable and same_group and counts_alike(rest.get(one), one, rest.get(other), other)
 
-        return [find_runs(memory.placed, may_be_one) for memory in self._memory.buckets]
+        return [
+            [(run, self._tensor_of(run, number)) for run in find_runs(memory.placed, may_be_one)]
+            for number, memory in enumerate(self._memory.buckets)
+        ]
 
     def _make_rows(self) -> list[list[Row]]:
         """Return what steppers are given of each run, for each group of buckets."""
         return [
-            [
-                self._make_row(run, tensor, bucket)
-                for bucket in group
-                for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
-            ]
+            [self._make_row(run, tensor, bucket) for bucket in group for run, tensor in self._members[bucket]]
             for group in self._bucket_groups
         ]
 
@@ -281,7 +260,9 @@ class LocalStep:
 
     def begin(self, param_groups: ParamGroups, used: Sequence[int]) -> None:
         """Begin a step with the options as they are now; `used` says of each parameter whether it has a gradient."""
-        if not all(used) and any(len({used[p.param] for p in run.pieces}) > 1 for runs in self.runs for run in runs):
+        if not all(used) and any(
+            len({used[piece.param] for piece in run.pieces}) > 1 for run, _ in chain.from_iterable(self._members)
+        ):
             self._join = False
             self.build(param_groups, self.entries())
         if self.masters is not None:
@@ -305,7 +286,7 @@ class LocalStep:
         `gradients_of` returns the flat gradient of a run, or None; gradients are multiplied by `factor`.
         """
         buckets = self._bucket_groups[group]
-        gradients = [gradients_of(bucket, run) for bucket in buckets for run in self.runs[bucket]]
+        gradients = [gradients_of(bucket, run) for bucket in buckets for run, _ in self._members[bucket]]
         pairs = list(zip(self._rows[group], gradients, strict=True))
         stepped = {
             row.tensor for row, gradient in pairs if gradient is not None and row.group not in self._groups_written
@@ -335,7 +316,7 @@ class LocalStep:
 
     def _is_written(self, bucket: int) -> bool:
         """Whether a stepper has rounded the masters of a bucket into its values; never if it is encoded when sent."""
-        groups = {self._group_of(run.pieces[0]) for run in self.runs[bucket]}
+        groups = {self._group_of(run.pieces[0]) for run, _ in self._members[bucket]}
         return groups <= self._groups_written and self._memory.buckets[bucket].values.dtype is not torch.float32
 
     @contextmanager
@@ -346,7 +327,7 @@ class LocalStep:
         rows = [
             (run, tensor, self._values_of(run, bucket))
             for bucket in buckets
-            for run, tensor in zip(self.runs[bucket], self._tensors[bucket], strict=True)
+            for run, tensor in self._members[bucket]
             if self._memory.buckets[bucket].values.dtype is torch.bfloat16 and tensor in chosen
         ]
         for run, tensor, values in rows:
@@ -366,7 +347,8 @@ class LocalStep:
             self.masters.follow()
         assert self._parted is not None, "built"
         self._parted.begin(param_groups)
-        everything, buckets = {tensor for row in self._tensors for tensor in row}, range(len(self.runs))
+        everything = {tensor for _, tensor in chain.from_iterable(self._members)}
+        buckets = range(len(self._members))
         with nullcontext() if self._rounding is None else self._float32_values(self._rounding, buckets, everything):
             self._parted.switch(mode)
         self._parted.end(param_groups)
@@ -392,7 +374,7 @@ class LocalStep:
             self.masters.follow_frozen(self.parked)
         live = {
             piece: cut_from_run(entry, run, offset, piece.numel)
-            for run, tensor in _pairs(self.runs, self._tensors)
+            for run, tensor in chain.from_iterable(self._members)
             if (entry := self.local.state.get(tensor))
             for piece, offset in zip(run.pieces, run.offsets, strict=True)
         }
@@ -401,9 +383,9 @@ class LocalStep:
         return {**self.parked, **live}
 
 
-def _pairs(runs: Sequence[Sequence[Run]], tensors: Sequence[Sequence[torch.Tensor]]) -> list[tuple[Run, torch.Tensor]]:
-    rows = zip(runs, tensors, strict=True)
-    return [pair for row, those in rows for pair in zip(row, those, strict=True)]
+def _in_one_element(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a parameter of the same shape, all of whose elements are one element of memory."""
+    return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape).requires_grad_()
 
 
 def _maker(optimizer_class: Callable[..., Optimizer], defaults: Mapping[str, Any]) -> MakeOptimizer:

@@ -12,7 +12,7 @@ uses `.data` asks for that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -321,3 +321,19 @@ class Average(Slot):
         for bucket, values in zip(self._memory.buckets, self._before, strict=bool(self._before)):
             bucket.own.copy_(values)
         self._before = []
+
+
+def drop_unused(entries: Mapping[Piece, Entry], memory: FlatMemory, keys: Collection[str]) -> dict[Piece, Entry]:
+    """Return the state without masters and averages that are not kept here: they would be saved again, outdated.
+
+    `keys` are those of the slots that are kept. The state of a frozen piece keeps what it will need when it trains.
+    """
+    live = {piece for bucket in memory.buckets for piece, _ in bucket.placed}
+
+    def stays(piece: Piece, key: str) -> bool:
+        if key not in (MASTER, AVERAGE):
+            return True
+        return piece not in live and key in keys and (key != MASTER or is_kept(memory.plan.params[piece.param]))
+
+    rest = {p: {key: value for key, value in entry.items() if stays(p, key)} for p, entry in entries.items()}
+    return {piece: entry for piece, entry in rest.items() if entry}

@@ -45,9 +45,9 @@ class KernelStep:
     """Steps `pieces` in one pass over their memory.
 
     `groups` are param groups as torch's optimizers have them; their options are read when `step` is called. With a
-    `seed`, bfloat16 values are rounded stochastically (stochastic.py). A step is enqueued on the current stream, and can be
-    captured in a CUDA graph; its gradients are read there and left as they are. If steps come on several streams, each
-    must wait for the one before: they share their tables.
+    `seed`, bfloat16 values are rounded stochastically (stochastic.py). A step is enqueued on the current stream, and
+    can be captured in a CUDA graph; its gradients are read there and left as they are. If steps come on several
+    streams, each must wait for the one before: they share their tables.
     """
 
     def __init__(
