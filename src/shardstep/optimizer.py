@@ -45,8 +45,9 @@ from shardstep.optimizers.local_optimizer import (
     check_shapes,
     check_takes_no_closure,
     is_of_torch,
+    qualified_name,
 )
-from shardstep.optimizers.param_groups import class_line, copy_options, option_keys, option_lines, without_params
+from shardstep.optimizers.param_groups import copy_options, option_keys, option_lines, without_params
 from shardstep.optimizers.several_classes import check_class, read_classes, shared_options, with_own_options
 from shardstep.planning import Layout, Plan, read_specs
 from shardstep.state_surface import StateSurface
@@ -168,7 +169,7 @@ class ShardedOptimizer(GradientSurface, StateSurface, Joinable):
         if getattr(self._class, "inner_classes", ()):
             self.defaults = shared_options(self.param_groups)
         self._layouts, self._elementwise = self._choose_layouts()
-        settings = [class_line(self._class), str(self._config), *map(str, self._layouts)]
+        settings = [f"optimizer_class {qualified_name(self._class)}", str(self._config), *map(str, self._layouts)]
         settings.append(f"masters_from given: {has_masters}")
         options = option_lines(self.param_groups, [option_keys(group) for group in self.param_groups])
         return Facts([*settings, *map(str, read_specs(self.param_groups)), *options])

@@ -24,8 +24,7 @@ def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
     """Raise if `optimizer_class` is not a class of optimizers, or not one whose work can be divided among ranks."""
     for inner in getattr(optimizer_class, "inner_classes", ()):
         check_optimizer_class(inner, world_size)
-    while isinstance(optimizer_class, partial):  # torch takes those too
-        optimizer_class = optimizer_class.func
+    optimizer_class = bare_class(optimizer_class)
     if isinstance(optimizer_class, Optimizer):
         raise TypeError(
             f"optimizer_class must be a class, got an instance of {type(optimizer_class).__name__}; "
@@ -48,8 +47,7 @@ def check_takes_no_closure(optimizer_class: Any) -> None:
     """Raise for classes that evaluate the loss several times in a step: ranks step their pieces without it."""
     for inner in getattr(optimizer_class, "inner_classes", ()):
         check_takes_no_closure(inner)
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
+    optimizer_class = bare_class(optimizer_class)
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ValueError(
             f"{optimizer_class.__name__} computes the loss several times in a step, and a sharded step computes none, "
@@ -59,9 +57,7 @@ def check_takes_no_closure(optimizer_class: Any) -> None:
 
 def is_muon(optimizer_class: Any) -> bool:
     """Whether the class is torch's Muon itself; a subclass may take and compute something else."""
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
-    return optimizer_class is torch.optim.Muon
+    return bare_class(optimizer_class) is torch.optim.Muon
 
 
 def class_of(optimizer_class: Any, group: Mapping[str, Any]) -> Any:
@@ -90,8 +86,7 @@ def check_shapes(optimizer_class: Any, groups: Sequence[Mapping[str, Any]], spec
 def is_of_torch(optimizer_class: Any) -> bool:
     """Whether it is a class of torch.optim itself. These keep everything in a parameter's own state, as tensors of its
     shape and counters. Other classes may count in attributes, in their groups, or in lists."""
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
+    optimizer_class = bare_class(optimizer_class)
     if inner := getattr(optimizer_class, "inner_classes", ()):
         return all(map(is_of_torch, inner))
     # Muon says "torch.optim", the others the file that they are in.
@@ -99,13 +94,14 @@ def is_of_torch(optimizer_class: Any) -> bool:
 
 
 def bare_class(optimizer_class: Any) -> Any:
-    """Return the class inside a `functools.partial`."""
-    while isinstance(optimizer_class, partial):  # torch takes those too
+    """Return the class itself; torch also takes a `functools.partial` of one."""
+    while isinstance(optimizer_class, partial):
         optimizer_class = optimizer_class.func
     return optimizer_class
 
 
 def qualified_name(optimizer_class: Any) -> str:
+    """Return the module and the name of a class."""
     optimizer_class = bare_class(optimizer_class)
     return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
 

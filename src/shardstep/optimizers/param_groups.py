@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from numbers import Real
 from operator import is_
 from typing import Any
@@ -113,13 +112,6 @@ class WatchedOptions:
     def all_lines(self, groups: Groups) -> list[str]:
         """Return a line for each option; the host waits for values on a device."""
         return list(option_lines(groups, self._keys))
-
-
-def class_line(optimizer_class: Any) -> str:
-    """Return a line that names the class."""
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
-    return f"optimizer_class {optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
 def _in_words(value: Any, waits: bool) -> str:

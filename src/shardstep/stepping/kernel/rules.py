@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardstep.optimizers.local_optimizer import qualified_name
+from shardstep.optimizers.local_optimizer import bare_class, qualified_name
 
 
 class Rule(IntEnum):
@@ -57,7 +57,7 @@ def supports(optimizer_class: Any, group: Mapping[str, Any]) -> str | None:
     if rule is None:
         return f"{name} is not one of {', '.join(_RULES)}; a subclass may step in another way"
     options = {**_bound(optimizer_class), **group}
-    unread = _unread_options(_class_of(optimizer_class))
+    unread = _unread_options(bare_class(optimizer_class))
     if unread:
         return f"{name} takes {unread[0]!r}, which is newer than the kernel"
     if options.get("differentiable"):
@@ -104,12 +104,6 @@ def lr_on_device(group: Mapping[str, Any]) -> torch.Tensor | None:
 @functools.cache
 def _unread_options(optimizer_class: Any) -> list[str]:
     return [name for name in inspect.signature(optimizer_class).parameters if name not in _READ]
-
-
-def _class_of(optimizer_class: Any) -> Any:
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
-    return optimizer_class
 
 
 def _bound(optimizer_class: Any) -> dict[str, Any]:
