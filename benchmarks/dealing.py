@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from report import Grid, Target
 
 from shardstep.planning import Layout, ParamSpec, Plan, make_plan
-from shardstep.planning.balance import MOST_TRAFFIC, least_possible
+from shardstep.planning.balance import MOST_TRAFFIC
 from shardstep.planning.cost import muon_cost
 
 MOST = 1.15  # cost of the costliest rank over the mean, where whole matrices allow it
@@ -45,6 +45,16 @@ class Dealing:
     elements: float  # of the fullest rank over the mean, by cost
     largest: float  # the elements of the largest matrix over the mean: no rank that holds it has less
     traffic: float  # of the rank that sends most over DistributedDataParallel's, by cost
+
+
+def least_possible(costs: Sequence[int], world_size: int) -> float:
+    """No dealing of whole parameters leaves the costliest rank with less; it may not be reachable.
+
+    Not less than the mean; and of the k N + 1 costliest, k + 1 share a rank: at least the cheapest k + 1 of them.
+    """
+    ordered, n = sorted(costs, reverse=True), world_size
+    shared = [sum(ordered[k * n - k : k * n + 1]) for k in range((len(ordered) - 1) // n + 1)]
+    return max([sum(ordered) / n, *shared])
 
 
 CASES = [

@@ -14,7 +14,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch
 from shardstep import Layout, ShardConfig
-from shardstep.stepping.average import AVERAGE
+from shardstep.stepping.masters import AVERAGE
 from training import assert_ranks_equal, raised
 
 DECAY = 0.9

@@ -17,8 +17,7 @@ import shardstep
 from checkpointing import Blocks, train
 from fast_lane_training import SMALL_BUCKETS
 from shardstep import ShardConfig
-from shardstep.stepping.average import AVERAGE
-from shardstep.stepping.masters import MASTER
+from shardstep.stepping.masters import AVERAGE, MASTER
 from training import raised
 
 RANKS = [1, 2]

@@ -1,26 +1,20 @@
-"""Whole parameters dealt by what they cost; planning alone, but for the trial of a class that is not known."""
+"""Whole parameters dealt by what they cost; planning alone."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import time
-from typing import Any
 
 import pytest
-import torch
+from dealing import least_possible
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import optim
 
-from fast_lane_training import NormScaled
-from shardstep.optimizers import costs
-from shardstep.optimizers.costs import fit_cost, try_cost
-from shardstep.optimizers.trial import Trial
 from shardstep.planning import Layout, ParamSpec, Plan, find_problems, make_plan
-from shardstep.planning.balance import MOST_ELEMENTS, MOST_TRAFFIC, deal_by_cost, least_possible
+from shardstep.planning.balance import MOST_ELEMENTS, MOST_TRAFFIC, deal_by_cost
 from shardstep.planning.cost import Cost, elementwise_cost, itemsize_of, muon_cost
-from test_planning import simple, spec_lists
+from test_planning import numels_by_rank, simple, spec_lists
 
 GPT2 = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
 LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336)] * 32
@@ -56,8 +50,8 @@ def test_cost_is_never_worse_than_when_dealt_by_elements(specs, world_size, buck
     found = max(loads(plan, costs))
     assert found <= max(loads(even, [c for c, spec in zip(costs, specs, strict=True) if spec.trainable]))
     assert found >= least_possible(costs, world_size)
-    held, mean = [sum(column) for column in zip(*(b.splits for b in plan.buckets), strict=True)], sum(even.held())
-    mean /= world_size
+    held = [sum(column) for column in zip(*(numels_by_rank(bucket) for bucket in plan.buckets), strict=True)]
+    mean = sum(even.held()) / world_size
     assert max(held, default=0) <= max(MOST_ELEMENTS * mean, *even.held())
     fewest = mean * (1 - (MOST_TRAFFIC - 1) * (world_size - 1))
     assert min(held, default=0) >= min(fewest, *even.held())
@@ -98,8 +92,8 @@ def test_costs_by_hand():
 def test_what_is_frozen_costs_nothing_and_is_dealt_by_elements():
     specs = [dataclasses.replace(spec, trainable=i > 3) for i, spec in enumerate(simple(*[(8, 8)] * 8))]
     plan = make_plan(specs, Layout.WHOLE, world_size=4, costs=[muon_cost("cpu").of(spec) for spec in specs])
-    assert [bucket.splits for bucket in plan.buckets] == [(64, 64, 64, 64)]
-    assert [bucket.splits for bucket in plan.parked] == [(64, 64, 64, 64)]
+    assert [numels_by_rank(bucket) for bucket in plan.buckets] == [(64, 64, 64, 64)]
+    assert [numels_by_rank(bucket) for bucket in plan.parked] == [(64, 64, 64, 64)]
 
 
 @pytest.mark.parametrize("device", ["cpu:0", "cuda:0"])
@@ -129,7 +123,7 @@ def test_a_bucket_is_spread_over_the_ranks_that_hold_its_shapes():
         make_plan(specs, Layout.WHOLE, world_size=8, bucket_numel=16_000_000, order=order, costs=given)
         for given in (None, costs)
     ]
-    by_elements, by_cost = (sum(max(bucket.splits) for bucket in plan.buckets) for plan in plans)
+    by_elements, by_cost = (sum(max(numels_by_rank(bucket)) for bucket in plan.buckets) for plan in plans)
     assert by_cost <= by_elements
 
 
@@ -155,7 +149,7 @@ def test_rows_by_hand():
     plan = make_plan(specs, Layout.WHOLE, world_size=2, bucket_numel=32, order=range(5)[::-1], costs=[7] * 5)
     assert [[segment.param for segment in bucket.segments] for bucket in plan.buckets] == [[4, 3], [2, 1], [0]]
     assert [bucket.ranges.are_even for bucket in plan.buckets] == [True, True, False]
-    assert [bucket.splits for bucket in plan.buckets] == [(16, 16), (16, 16), (16, 0)]
+    assert [numels_by_rank(bucket) for bucket in plan.buckets] == [(16, 16), (16, 16), (16, 0)]
 
 
 def test_rows_are_not_dealt_where_they_cost_balance():
@@ -217,76 +211,3 @@ def test_elementwise_costs_follow_bytes():
     assert elementwise_cost("cuda").of(matrix(64, 64)) == elementwise_cost("cuda").of(matrix(4096))
     sizes = {"float32": 4, "bfloat16": 2, "complex64": 8, "float8_e4m3fn": 1, "bool": 1, "float64": 8}
     assert {name: itemsize_of(name) for name in sizes} == sizes
-
-
-# -- a class that is not known -----------------------------------------------------------------------------------------
-
-
-def test_a_fit_finds_the_terms_from_which_times_were_made():
-    shapes = [(side, side * aspect) for side in (32, 64, 128, 256, 512) for aspect in (1, 4)]
-    for true in (Cost(2e-10), Cost(1e-10, per_mmn=3e-11), Cost(0.0, per_mmn=1e-11, per_nnn=5e-10)):
-        timings = [((m, n), true.per_byte * 4 * m * n + true.per_mmn * m * m * n + true.per_nnn * n**3)
-                   for m, n in shapes]  # fmt: skip
-        found = fit_cost(timings, 4)
-        assert found is not None
-        for shape in ((300, 300), (4096, 14336)):
-            assert found.of(matrix(*shape)) == pytest.approx(true.of(matrix(*shape)), rel=1e-3)
-    assert fit_cost([((32, 32), 1e-3)] * 3, 4) is None, "too few to tell"
-
-
-class Cubic(optim.Optimizer):
-    """Products, as Muon's; `slow` seconds in every step."""
-
-    def __init__(self, params: Any, lr: float = 0.1, slow: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "slow": slow})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            time.sleep(group["slow"])
-            for param in group["params"]:
-                gradient = param.grad
-                for _ in range(8):
-                    gradient = gradient @ gradient.T @ gradient
-                    gradient = gradient / gradient.norm()
-                param.sub_(gradient, alpha=group["lr"])
-
-
-def test_a_trial_tells_products_from_passes(monkeypatch):
-    """With times that were made up: those of a busy machine may say anything."""
-
-    def growth(per_byte: float, per_mmn: float) -> float:
-        """From a matrix to one of four times its elements, and eight times its products."""
-
-        def seconds(trial: Trial, shape: tuple[int, int], *where: Any) -> float:
-            m, n = shape
-            return 1e-5 + per_byte * 4 * m * n + per_mmn * m * m * n
-
-        monkeypatch.setattr(costs, "_seconds_of_a_step", seconds)
-        cost = try_cost(Trial(Cubic, {}, {}), torch.device("cpu"), torch.float32)
-        assert cost is not None
-        return cost.of(matrix(8192, 8192)) / cost.of(matrix(4096, 4096))
-
-    assert growth(1e-10, 1e-10) == pytest.approx(8, rel=0.01)
-    assert growth(1e-10, 0.0) == pytest.approx(4, rel=0.01)
-
-
-def test_a_trial_takes_a_fraction_of_a_second():
-    begin = time.process_time()
-    for kind in (Cubic, NormScaled):
-        found = try_cost(Trial(kind, {"lr": 0.1}, {}), torch.device("cpu"), torch.float32)
-        assert found is None or min(dataclasses.astuple(found)) >= 0
-    assert time.process_time() - begin < 1.0, "0.2 s each on a machine that does nothing else"
-
-
-def test_a_trial_ends_soon_where_steps_are_slow_and_says_nothing_where_they_fail():
-    def tried(**options: Any) -> tuple[Cost | None, float]:
-        begin = time.perf_counter()
-        found = try_cost(Trial(Cubic, options, {}), torch.device("cpu"), torch.float32)
-        return found, time.perf_counter() - begin
-
-    found, seconds = tried(slow=0.05)
-    assert found is None
-    assert seconds < 1.5
-    found, _ = tried(unknown=True)
-    assert found is None

@@ -18,8 +18,8 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, Net, batch
 from shardstep import Layout, ShardConfig
+from shardstep.stepping.element_state import COUNT
 from shardstep.stepping.masters import MASTER
-from shardstep.stepping.stochastic_rounding import COUNT
 from test_optimizer_surface import TwoFaced
 from training import assert_ranks_equal, raised
 

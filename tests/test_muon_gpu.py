@@ -28,8 +28,7 @@ from given_matrices import (
 )
 from shardstep import ShardConfig
 from shardstep.stepping.batched_muon import BatchedMuon
-from shardstep.stepping.kernel_stepper import ByKernel
-from shardstep.stepping.scaling import Scaling
+from shardstep.stepping.steppers import KernelStepper, Scaling
 from test_kernel_gpu import no_waiting
 from training import assert_ranks_equal
 
@@ -200,7 +199,7 @@ CONFIGS = {
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_both_classes_in_one_optimizer(workers, ranks, config, dtype):
     for kinds in workers(ranks, backend="nccl").run(trains_like_the_classes, config, dtype, timeout=120):
-        assert kinds == [BatchedMuon.__name__, ByKernel.__name__]
+        assert kinds == [BatchedMuon.__name__, KernelStepper.__name__]
 
 
 def steps_without_waiting() -> None:

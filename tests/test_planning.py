@@ -25,7 +25,6 @@ from shardstep.planning import (
     WholeRanges,
     find_problems,
     make_plan,
-    plan_from_json,
 )
 from shardstep.planning.chunks import plan_chunks
 
@@ -57,6 +56,14 @@ def simple(*shapes: tuple[int, ...]) -> list[ParamSpec]:
     return [ParamSpec(f"p{i}", shape, "float32", "cpu:0", 0) for i, shape in enumerate(shapes)]
 
 
+def numels_by_rank(bucket: Bucket) -> tuple[int, ...]:
+    """Return how many elements of parameters each rank holds of a bucket."""
+    held = [0] * bucket.ranges.count
+    for rank, numel in bucket.holdings():
+        held[rank] += numel
+    return tuple(held)
+
+
 sizes = st.none() | st.integers(1, 400)
 
 
@@ -76,12 +83,13 @@ def test_every_element_has_exactly_one_holder(specs, layout, world_size, bucket_
 
 
 @given(spec_lists(), layouts, st.integers(1, 9), st.integers(1, 400))
-def test_plans_are_equal_on_every_rank_and_survive_json(specs, layout, world_size, bucket_numel):
+def test_plans_are_equal_on_every_rank_and_so_are_their_digests(specs, layout, world_size, bucket_numel):
     plans = [make_plan(list(specs), layout, world_size=world_size, bucket_numel=bucket_numel) for _ in range(2)]
     assert plans[0] == plans[1]
     assert hash(plans[0]) == hash(plans[1])
     assert plans[0].digest() == plans[1].digest()
-    assert plan_from_json(plans[0].to_json()) == plans[0]
+    other = make_plan(specs, layout, world_size=world_size, bucket_numel=bucket_numel + 1)
+    assert (other == plans[0]) == (other.digest() == plans[0].digest())
 
 
 @given(spec_lists(), st.integers(1, 9))
@@ -153,15 +161,15 @@ def test_the_pieces_of_each_rank_are_the_pieces_of_all(specs, layout, world_size
 
 
 def test_ten_elements_over_four_ranks():
-    assert make_plan(simple((10,)), Layout.FLAT, world_size=4).buckets[0].splits == (3, 3, 3, 1)
-    assert make_plan(simple((10,)), Layout.WHOLE, world_size=4).buckets[0].splits == (10, 0, 0, 0)
+    assert numels_by_rank(make_plan(simple((10,)), Layout.FLAT, world_size=4).buckets[0]) == (3, 3, 3, 1)
+    assert numels_by_rank(make_plan(simple((10,)), Layout.WHOLE, world_size=4).buckets[0]) == (10, 0, 0, 0)
 
 
 def test_whole_parameters_by_hand():
     plan = make_plan(simple((3,), (9,), (5,), (7,)), Layout.WHOLE, world_size=2)
     # 9 to rank 0, 7 to rank 1, 5 to rank 1 (7 < 9), 3 to rank 0 (9 < 12)
     assert [(piece.param, piece.rank) for piece in plan.buckets[0].pieces] == [(1, 0), (0, 0), (3, 1), (2, 1)]
-    assert plan.buckets[0].splits == (12, 12)
+    assert numels_by_rank(plan.buckets[0]) == (12, 12)
 
 
 def test_a_large_parameter_is_cut_by_flat_and_travels_alone_under_whole():
@@ -236,18 +244,11 @@ def parked(segment: Segment, holder: int = 1) -> tuple[Bucket, ...]:
 def test_find_problems_names_what_is_wrong(damage, complaint):
     plan = damage(make_plan(simple((10,)), Layout.FLAT, world_size=2))
     assert any(complaint in problem for problem in find_problems(plan)), find_problems(plan)
-    with pytest.raises(ValueError, match=complaint):
-        plan_from_json(plan.to_json())
 
 
 def rebucket(plan: Plan, **changes: object) -> Plan:
     bucket: Bucket = dataclasses.replace(plan.buckets[0], **changes)
     return damaged(plan, buckets=(bucket,))
-
-
-def test_a_text_that_is_no_plan_is_refused():
-    with pytest.raises(ValueError, match="not a plan written by"):
-        plan_from_json('{"world_size": 2}')
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from shardstep.comm.comm_timing import Clock, Covered, Tally
 from shardstep.engine.report import Group, Holding, Report, Times
 from shardstep.gradients.passes import GradientPass
 from shardstep.planning import EqualRanges, ParamSpec, make_plan
-from shardstep.stepping.average import AVERAGE
-from shardstep.stepping.masters import MASTER
+from shardstep.stepping.masters import AVERAGE, MASTER
 from test_several import Blocks, both_groups
 from training import all_same, assert_ranks_equal, raised
 

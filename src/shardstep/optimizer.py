@@ -38,8 +38,8 @@ from shardstep.engine.validation import (
     read_group,
 )
 from shardstep.gradients.grad_scaler import Unscaled
-from shardstep.optimizers.local_optimizer import build, copy_options, without_params
-from shardstep.optimizers.option_lines import class_line
+from shardstep.optimizers.local_optimizer import build, qualified_name
+from shardstep.optimizers.param_groups import copy_options, without_params
 from shardstep.optimizers.several_classes import read_classes, shared_options, with_own_options
 from shardstep.params.proxy import attach_proxies, detach_proxies
 from shardstep.planning import Layout
@@ -114,7 +114,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             failure = error
         agree(channel, Claim("shard(...)", failure, facts))
         close_earlier(model, self.param_groups)  # its hooks would take the gradients away from this one
-        self._engine = Engine(model, channel, recipe, config)
+        self._engine = Engine(model, channel, config)
         self._engine.start(recipe, self.param_groups, given)
         if channel.rank == 0:
             for reason in find_warnings(config, recipe, self.param_groups, self._engine.runtime.plan):
@@ -134,7 +134,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         if getattr(self._class, "inner_classes", ()):
             self.defaults = shared_options(self.param_groups)
         recipe = make_recipe(self._class, self._defaults, self.config, self.param_groups)
-        settings = [class_line(self._class), str(self.config), *map(str, recipe.layouts)]
+        settings = [f"optimizer_class {qualified_name(self._class)}", str(self.config), *map(str, recipe.layouts)]
         return recipe, Facts([*settings, f"masters_from given: {has_masters}", *group_lines(self.param_groups)])
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from shardstep.checkpoint.ranks import Ranks
 from shardstep.checkpoint.storage import DamagedError, Wish, is_of_contents, read_wishes
 from shardstep.checkpoint.together import ranks_of
 from shardstep.state.serialization import Reader
-from shardstep.stepping.average import AVERAGE
+from shardstep.stepping.masters import AVERAGE
 
 
 class Extra(dict[str, Any]):

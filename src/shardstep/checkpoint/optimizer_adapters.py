@@ -36,15 +36,15 @@ from shardstep.checkpoint.storage import Part, Wish, dtype_of
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
 from shardstep.engine.context import params_of
 from shardstep.optimizer import ShardedOptimizer
-from shardstep.optimizers.local_optimizer import apart, is_of_torch, load_options
+from shardstep.optimizers.local_optimizer import is_of_torch
 from shardstep.optimizers.optimizer_copy import OptimizerCopy, run_post_hooks, run_pre_hooks
+from shardstep.optimizers.param_groups import copy_groups, load_options
 from shardstep.params.views import flat_gradient
 from shardstep.planning import Layout, ParamSpec, Piece
 from shardstep.state.serialization import Reader
 from shardstep.state.sharded_state import PartOfTensor, parts_by_place
-from shardstep.stepping.average import AVERAGE
-from shardstep.stepping.masters import MASTER, NARROW, is_kept
-from shardstep.stepping.stochastic_rounding import COUNT
+from shardstep.stepping.element_state import COUNT
+from shardstep.stepping.masters import AVERAGE, MASTER, NARROW, is_kept
 
 
 def trainer_of(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> Trainer:
@@ -177,7 +177,7 @@ class FastLane:
                     weights[piece] = self._wish_weights(loading, contents, piece, spec, param, entry)
                 entries[piece] = entry
         groups_of = self._optimizer.param_groups
-        loaded, made = apart(groups_of), []
+        loaded, made = copy_groups(groups_of), []
 
         def check() -> None:
             take_options(groups, loaded, [spec.name for spec in self._specs])
@@ -310,7 +310,9 @@ class _Whole:
                 state[place] = entry
 
         def read() -> dict[str, Any]:
-            loaded = apart(self._optimizer.param_groups)  # or they would be changed where its own code refuses the rest
+            loaded = copy_groups(
+                self._optimizer.param_groups
+            )  # or they would be changed where its own code refuses the rest
             take_options(groups, loaded, self._names)
             return {"state": state, "param_groups": _by_place(loaded)}
 

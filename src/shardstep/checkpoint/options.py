@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from shardstep.optimizers.local_optimizer import CLASS, bare_class, class_of, qualified_name
+from shardstep.optimizers.local_optimizer import bare_class, class_of, qualified_name
+from shardstep.optimizers.param_groups import CLASS
 
 _NO_OPTIONS = ("params", "param_names", CLASS)
 

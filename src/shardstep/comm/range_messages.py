@@ -19,8 +19,6 @@ def range_message(memory: Memory, rank: int, scratch: Scratch) -> Message:
 class RangeMessage:
     """One rank's range of a bucket, sent and received where it lies; a `Message`."""
 
-    needs_memory = False
-
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values
         self.nbytes = values.nbytes
@@ -43,8 +41,6 @@ class RangeMessage:
 
 class EncodedRangeMessage:
     """The same in fewer bytes. Its holder, too, goes on with what the others decode; a `Message`."""
-
-    needs_memory = False  # encoding.py, [Note: in place]
 
     def __init__(self, values: torch.Tensor, encoding: Encoding, scratch: torch.Tensor) -> None:
         self._values, self._encoding, self._scratch = values, encoding, scratch

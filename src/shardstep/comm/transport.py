@@ -38,7 +38,6 @@ class Message(Protocol):
     """Parameters of one rank that travel together."""
 
     nbytes: int
-    needs_memory: bool  # whether `landing` takes memory that the parameters do not have already
 
     def prepare(self) -> None:
         """Called on every rank before every step; may raise, the other methods do not."""

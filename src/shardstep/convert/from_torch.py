@@ -15,9 +15,8 @@ import torch
 from shardstep.convert.names import match_names, names_given
 from shardstep.convert.source import Group, Lazy, Source, SourceError, Trained, lazy
 from shardstep.convert.unpickling import load_torch_file
-from shardstep.stepping.average import AVERAGE
-from shardstep.stepping.masters import MASTER
-from shardstep.stepping.stochastic_rounding import COUNT
+from shardstep.stepping.element_state import COUNT
+from shardstep.stepping.masters import AVERAGE, MASTER
 
 OURS = "shardstep"  # in a file that we wrote: what torch has no place for
 OF_RANKS, CLASSES = "extra_of_ranks", "classes"

@@ -21,8 +21,6 @@ from shardstep.convert.detect import Kind, names_in, recognise
 from shardstep.convert.source import Source
 from shardstep.convert.target import check_free, writing
 
-FORMATS = ("torch", "dcp", "safetensors")
-
 
 @dataclass(frozen=True, slots=True)
 class Wanted:

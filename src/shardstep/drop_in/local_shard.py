@@ -9,10 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from shardstep.comm.agreement import Facts
-from shardstep.optimizers.counters import Counters, resume
-from shardstep.optimizers.local_optimizer import build, copy_options, dealt_to, local_groups
-from shardstep.optimizers.optimizer_copy import OptimizerCopy
-from shardstep.optimizers.option_lines import WatchedOptions, class_line, option_lines
+from shardstep.optimizers.local_optimizer import build, dealt_to, qualified_name
+from shardstep.optimizers.optimizer_copy import Counters, OptimizerCopy, resume
+from shardstep.optimizers.param_groups import WatchedOptions, copy_options, local_groups, option_lines
 from shardstep.optimizers.sliced_step import ElementwiseGroups, SlicedStep
 from shardstep.params.views import storage_order
 from shardstep.planning import Layout, Plan, make_plan, read_specs
@@ -79,7 +78,7 @@ class LocalShard:
 
     def settings(self, groups: Groups, plan: Plan, *, bucket_view: bool) -> Facts:
         """What must be the same on every rank: how the optimizer was built, and every parameter."""
-        lines = [class_line(type(self.optim)), f"parameters_as_bucket_view {bucket_view}"]
+        lines = [f"optimizer_class {qualified_name(type(self.optim))}", f"parameters_as_bucket_view {bucket_view}"]
         for spec, param in zip(plan.params, params_of(groups), strict=True):
             # Flat buffers are sent in memory order, so channels_last on one rank alone would scramble values.
             order = f", dims in memory order {storage_order(param)}" if bucket_view else ""
@@ -98,7 +97,7 @@ class LocalShard:
 
     def step_facts(self, groups: Groups, plan: Plan) -> Facts:
         """What must be the same on every rank in a step under `plan`: its parameters, and the program's options."""
-        self._watched.know(groups)
+        self._watched.add_new(groups)
         lines = self._watched.lines(groups)
         if self._told is None or plan is not self._told[0] or lines is not self._told[1]:
             self._told = (plan, lines, Facts([*map(str, plan.params), *lines]))

@@ -21,8 +21,9 @@ from shardstep.drop_in.local_shard import LocalShard, loaded_groups, params_of, 
 from shardstep.drop_in.strategy import Setting, Strategy
 from shardstep.engine.validation import check_parameters, read_group, read_params
 from shardstep.optimizers.layout_trial import probe
-from shardstep.optimizers.local_optimizer import check_optimizer_class, copy_options, is_of_torch
+from shardstep.optimizers.local_optimizer import check_optimizer_class, is_of_torch
 from shardstep.optimizers.optimizer_copy import OptimizerCopy, run_post_hooks, run_pre_hooks
+from shardstep.optimizers.param_groups import copy_options
 from shardstep.state.consolidation import consolidate
 from shardstep.state.saved_state import SavedState
 from shardstep.state.state_dict import describe, pack_groups

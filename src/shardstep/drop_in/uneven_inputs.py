@@ -16,7 +16,8 @@ import torch
 from shardstep.comm.channel import Channel
 from shardstep.comm.control import Poll
 from shardstep.drop_in.local_shard import Groups, params_of
-from shardstep.optimizers.local_optimizer import copy_options, dealt_to
+from shardstep.optimizers.local_optimizer import dealt_to
+from shardstep.optimizers.param_groups import copy_options
 from shardstep.planning import Plan
 from shardstep.state.consolidation import receive_state, send_state
 from shardstep.state.join_sync import sendable

@@ -28,23 +28,21 @@ from shardstep.engine.weights import Weights
 from shardstep.gradients.passes import GradientContext
 from shardstep.gradients.replicated import ReplicatedGradients
 from shardstep.gradients.sharded import ShardedGradients
-from shardstep.optimizers.costs import StepCosts
 from shardstep.optimizers.layout_policy import choose_layouts
-from shardstep.optimizers.local_optimizer import class_of, is_of_torch
+from shardstep.optimizers.local_optimizer import class_of, is_muon, is_of_torch
 from shardstep.params.flat import FlatMemory
 from shardstep.params.views import ALIGNMENT_NBYTES
 from shardstep.params.weight_arrival import Readers
 from shardstep.planning import Layout, Plan, make_plan, read_specs
+from shardstep.planning.cost import Cost, elementwise_cost, muon_cost
 from shardstep.planning.schedule import keep_batches_whole
 from shardstep.stepping import batched_muon
-from shardstep.stepping.average import Average
 from shardstep.stepping.batched_muon import BatchedMuon
-from shardstep.stepping.kernel_stepper import ByKernel, can_step
+from shardstep.stepping.element_state import SEED, StochasticRounding
 from shardstep.stepping.local_step import LocalStep
-from shardstep.stepping.masters import Masters, has_narrow
+from shardstep.stepping.masters import Average, Masters, has_narrow
 from shardstep.stepping.step_preconditions import StepPreconditions
-from shardstep.stepping.steppers import Stepper
-from shardstep.stepping.stochastic_rounding import SEED, StochasticRounding
+from shardstep.stepping.steppers import KernelStepper, Stepper, can_step
 from shardstep.stepping.two_streams import TwoStreams, in_halves, two_streams
 
 # Elements of a rank that are stepped before any of them is sent: of fewer there would be one or two matrices of each
@@ -52,7 +50,7 @@ from shardstep.stepping.two_streams import TwoStreams, in_halves, two_streams
 LEAST_TOGETHER = 2 * batched_muon.MOST_NUMEL
 
 
-def open_context(model: nn.Module, channel: Channel, recipe: Recipe, config: ShardConfig, owner: Any) -> Context:
+def open_context(model: nn.Module, channel: Channel, config: ShardConfig, owner: Any) -> Context:
     """Open what an optimizer sends by, and give all ranks the first one's parameters and buffers. On all ranks.
 
     While `owner` lives its communicator is nobody else's.
@@ -62,26 +60,39 @@ def open_context(model: nn.Module, channel: Channel, recipe: Recipe, config: Sha
     transport = open_transport(channel, params, owner, ordered_sums=config.ordered_sums, awaited_singly=overlap)
     call_order = CallOrder(channel)
     transport.before_waiting(call_order.check)
-    costs = StepCosts(channel, recipe.optimizer_class, recipe.defaults, lambda group: is_batched(recipe, config, group))
     preconditions = StepPreconditions(model, has_buffers=config.sync_buffers and channel.world_size > 1)
     final = FinalAgreement(channel)
     with torch.no_grad():
         transport.broadcast([*params, *model.buffers()])
     return Context(
-        model, config, channel, transport, call_order, Agreement(channel), final, costs, preconditions, Readers()
+        model, config, channel, transport, call_order, Agreement(channel), final, preconditions, Readers()
     )
 
 
 def make_recipe(optimizer_class: Any, defaults: Mapping[str, Any], config: ShardConfig, groups: ParamGroups) -> Recipe:
     """Choose the layouts; raises if none gives the numbers of the plain optimizer."""
-    return Recipe(optimizer_class, defaults, *choose_layouts(config.layout, optimizer_class, defaults, groups))
+    layouts, elementwise = choose_layouts(config.layout, optimizer_class, defaults, groups)
+    costs = [_cost_of(class_of(optimizer_class, group), {**defaults, **group}, config) for group in groups]
+    return Recipe(optimizer_class, defaults, layouts, elementwise, costs)
+
+
+def _cost_of(kind: Any, group: Mapping[str, Any], config: ShardConfig) -> Cost:
+    """Return what stepping a parameter of a group costs: a formula for torch's Muon, elements for other classes.
+
+    It follows from the options, on which all ranks agree before they plan: plans that follow from it must be equal.
+    """
+    device = group["params"][0].device.type if group["params"] else "cpu"
+    if not is_muon(kind):
+        return elementwise_cost(device)
+    batched = config.kernel == "auto" and batched_muon.can_step(kind, [group], config.master)
+    return muon_cost(device, int(group["ns_steps"]), batched=batched)
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
 def plan_for(context: Context, recipe: Recipe, groups: ParamGroups, trainable: Sequence[bool]) -> Plan:
-    """Return the plan, the same on all ranks. Called on all: what a step costs may have to be tried on one of them."""
+    """Return the plan for these parameters; the same on every rank. Nothing is sent."""
     config, transport, params = context.config, context.transport, params_of(groups)
     specs = [spec.encoded(config.wire or "") for spec in read_specs(groups, trainable)]
     itemsize = max((param.element_size() for param in params), default=4)
@@ -101,11 +112,11 @@ def plan_for(context: Context, recipe: Recipe, groups: ParamGroups, trainable: S
         end_numel=int(sizes.ends / itemsize) if sizes.ends else None,
         alignment=ALIGNMENT_NBYTES // min((param.element_size() for param in params), default=4),
         order=_backward_order(context.model, params),
-        costs=context.costs.of(specs, groups, recipe.elementwise) if holds_whole_parameters(context, recipe) else None,
+        costs=[recipe.costs[spec.group].of(spec) for spec in specs] if _assigns_whole(context, recipe) else None,
     )
 
 
-def holds_whole_parameters(context: Context, recipe: Recipe) -> bool:
+def _assigns_whole(context: Context, recipe: Recipe) -> bool:
     """Whether ranks hold whole parameters, whose costs then decide who holds what."""
     return Layout.WHOLE in recipe.layouts and context.channel.world_size > 1
 
@@ -162,7 +173,7 @@ def make_parts(context: Context, recipe: Recipe, plan: Plan, groups: ParamGroups
         join=config.gradients == "shard",
         masters=masters,
         average=None if config.ema is None else Average(memory, config.ema, masters),
-        rounded=StochasticRounding(memory) if config.master == "stochastic" else None,
+        rounding=StochasticRounding(memory) if config.master == "stochastic" else None,
         steppers=steppers,
     )
     return Parts(recipe, plan, memory, local_step, order, streams)
@@ -202,14 +213,8 @@ def _stepper_of(
     one_kernel = not stochastic or all(param.dtype is torch.bfloat16 for param in params)
     layouts = [recipe.layouts[number] for number in numbers]
     if config.gradients == "shard" and one_kernel and can_step(kind, own, layouts):
-        return ByKernel(kind, numbers, SEED if stochastic else None)
+        return KernelStepper(kind, numbers, SEED if stochastic else None)
     return BatchedMuon(numbers) if batched_muon.can_step(kind, own, config.master) else None
-
-
-def is_batched(recipe: Recipe, config: ShardConfig, group: Mapping[str, Any]) -> bool:
-    """Whether the matrices of a group are stepped by batches, as far as it depends on that group."""
-    kind = class_of(recipe.optimizer_class, group)
-    return config.kernel == "auto" and batched_muon.can_step(kind, [{**recipe.defaults, **group}], config.master)
 
 
 # -- what talks to other ranks ----------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from shardstep.comm.call_order import CallOrder
 from shardstep.comm.channel import Channel
 from shardstep.comm.transport import Transport
 from shardstep.config import ShardConfig
-from shardstep.optimizers.costs import StepCosts
 from shardstep.params.views import quickly
 from shardstep.params.weight_arrival import Readers
 from shardstep.planning import Layout
+from shardstep.planning.cost import Cost
 from shardstep.stepping.step_preconditions import StepPreconditions
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -32,6 +32,7 @@ class Recipe:
     defaults: Mapping[str, Any]
     layouts: Sequence[Layout]  # of each group
     elementwise: Sequence[bool]  # of each group: whether it is, as far as a trial has seen
+    costs: Sequence[Cost]  # of each group: what stepping a parameter costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,6 @@ class Context:
     call_order: CallOrder
     agreement: Agreement  # at the end of every step
     final_agreement: FinalAgreement  # at the end of what cannot be taken back
-    costs: StepCosts
     preconditions: StepPreconditions
     readers: Readers
 

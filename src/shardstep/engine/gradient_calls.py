@@ -11,7 +11,7 @@ from shardstep.engine.step import Engine
 from shardstep.gradients.clipping import factor_for
 from shardstep.gradients.grad_scaler import unscale, unscale_kept
 from shardstep.gradients.norms import norms_by_parameter, total_norm
-from shardstep.stepping.scaling import Scaling
+from shardstep.stepping.steppers import Scaling
 
 
 def scaling_of(optimizer: Any, engine: Engine) -> Scaling | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardstep.comm.agreement import attempt
-from shardstep.engine.build import connect, holds_whole_parameters, make_parts, plan_for
+from shardstep.engine.build import connect, make_parts, plan_for
 from shardstep.engine.context import Context, ParamGroups, Recipe
 from shardstep.engine.runtime import Runtime
 from shardstep.gradients.sharded import Kept
@@ -53,9 +53,6 @@ def try_plan(
 ) -> NextPlan:
     """Return a plan for what has changed; raise on all ranks if one of them cannot have it. Nothing is changed."""
     wanted = runtime.recipe if recipe is None else recipe
-    context.costs.forget_after(len(runtime.local_step.local.param_groups))
-    if holds_whole_parameters(context, wanted):
-        context.costs.find(groups, wanted.elementwise)
 
     def build_without_memory() -> NextPlan:
         runtime.memory.adopt()

@@ -19,18 +19,18 @@ from shardstep.comm.control import open_poll
 from shardstep.engine.context import ParamGroups, params_of
 from shardstep.engine.runtime import Runtime
 from shardstep.engine.step import Engine
-from shardstep.optimizers.local_optimizer import apart, build, load_options, without_params
+from shardstep.optimizers.local_optimizer import build
 from shardstep.optimizers.optimizer_copy import beside_state, run_post_hooks, run_pre_hooks
+from shardstep.optimizers.param_groups import copy_groups, load_options, without_params
 from shardstep.planning import Layout, ParamSpec, Piece, Plan
 from shardstep.state.consolidation import consolidate
 from shardstep.state.loaded_by_class import LoadedByClass
 from shardstep.state.reading import read_saved
 from shardstep.state.resharding import reshard
 from shardstep.state.sharded_state import PartOfState, assemble, joined, parts_by_place
-from shardstep.stepping.average import Average
 from shardstep.stepping.element_state import Entry
 from shardstep.stepping.local_step import Prepared
-from shardstep.stepping.masters import MASTER, make_exact
+from shardstep.stepping.masters import MASTER, Average, make_exact
 
 # -- saving -----------------------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ def load_state_dict(optimizer: Optimizer, engine: Engine, state_dict: Mapping[st
     recipe, plan, rank = runtime.recipe, runtime.plan, engine.context.channel.rank
     entries: dict[Piece, Entry] = {}
     others: dict[str, Any] = {}
-    loaded = apart(groups)  # this optimizer's own stay as they are until nobody can refuse
+    loaded = copy_groups(groups)  # this optimizer's own stay as they are until nobody can refuse
     try:
         state_dict = run_pre_hooks(optimizer, state_dict)
         trial = build(recipe.optimizer_class, without_params(groups), recipe.defaults, {})

@@ -41,7 +41,7 @@ from shardstep.state.audit import Audit
 from shardstep.state.join_sync import hand_over
 from shardstep.state.saved_state import SavedState
 from shardstep.stepping.masters import cut_masters
-from shardstep.stepping.scaling import Scaling
+from shardstep.stepping.steppers import Scaling
 
 _abandoned: list[Any] = []  # what diverged ranks have left in flight
 _STATE_IS_LOST = "The model has the weights of the last step, and the optimizer's state is lost"
@@ -53,8 +53,8 @@ class Engine:
     Its `param_groups` are passed in: a program may change them between any two calls.
     """
 
-    def __init__(self, model: nn.Module, channel: Channel, recipe: Recipe, config: ShardConfig) -> None:
-        self.context = open_context(model, channel, recipe, config, owner=self)
+    def __init__(self, model: nn.Module, channel: Channel, config: ShardConfig) -> None:
+        self.context = open_context(model, channel, config, owner=self)
         self._runtime: Runtime | None = None
         self.lost = ""  # why there is no Runtime any more: what failed, and could not be taken back
         self.keeps_gradients = config.gradients == "keep"

@@ -20,7 +20,7 @@ from shardstep.optimizers.local_optimizer import (
     check_takes_no_closure,
     is_of_torch,
 )
-from shardstep.optimizers.option_lines import option_keys, option_lines
+from shardstep.optimizers.param_groups import option_keys, option_lines
 from shardstep.optimizers.several_classes import check_class
 from shardstep.params.shared_memory import overlaps_itself, places_of, sharing
 from shardstep.planning import Layout, ParamSpec, Plan, read_specs

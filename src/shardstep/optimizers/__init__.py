@@ -1,1 +1,1 @@
-"""What is known of optimizer classes: found by a trial, read from their options, and used to build them."""
+"""What is known about optimizer classes: found by trials, read from their options, and used to build instances."""

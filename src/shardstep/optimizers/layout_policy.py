@@ -1,10 +1,11 @@
-"""Which classes a trial may be believed about, and what follows for the layout.
+"""The layout of each param group: whose parameters may be cut, and whose stay whole.
 
-A trial sees two dozen steps on 24 elements. Code that nobody here has read may do something else later: after a
-warm-up, above a size, when a norm passes a bound. Cut up it would then silently compute something else, so parameters
-of such classes stay whole, unless the caller asks for cuts. Believed are torch's own classes, which have been read, and
-those below, which tests/test_third_party.py trains cut up against the plain optimizer. With options under which they
-do look at a whole parameter (gradients made zero-mean, a cautious mask) the trial says so, and they stay whole as well.
+A trial sees two dozen steps on 24 elements. Code that we have not read may do something else later: after a warm-up,
+above a size, when a norm passes a bound. On cut parameters it would then silently compute something else, so parameters
+of such classes stay whole unless the caller asks for Layout.FLAT. The trial alone is enough for torch's own classes,
+whose code has been read, and for those listed below, which tests/test_third_party.py trains on cut parameters against
+the plain optimizer. With options under which these look at a whole parameter (gradients made zero-mean, a cautious
+mask) the trial shows it, and they stay whole as well.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MATTERS = 1_000_000  # elements: some megabytes of state
 
 
 def choose_layout(wish: Layout, optimizer_class: Any, finding: Finding) -> Layout:
-    """The layout for a class of which a probe has found this; ValueError if none gives the plain numbers."""
+    """Return the layout for a class with this finding; ValueError if no layout gives the plain optimizer's numbers."""
     if finding.refusal:
         raise ValueError(finding.refusal)
     if finding.untried and wish is not Layout.WHOLE:
@@ -60,14 +61,14 @@ def choose_layout(wish: Layout, optimizer_class: Any, finding: Finding) -> Layou
         raise ValueError(f"Layout.FLAT is not safe here: {finding.whole}. Use Layout.AUTO or Layout.WHOLE")
     if wish is not Layout.AUTO:
         return wish
-    believed = is_of_torch(optimizer_class) or qualified_name(optimizer_class) in ELEMENTWISE
-    return Layout.FLAT if finding.is_elementwise and believed else Layout.WHOLE
+    is_known = is_of_torch(optimizer_class) or qualified_name(optimizer_class) in ELEMENTWISE
+    return Layout.FLAT if finding.is_elementwise and is_known else Layout.WHOLE
 
 
 def choose_layouts(
     wish: Layout, optimizer_class: Any, defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Layout], list[bool]]:
-    """Of each group: its layout, the same for all that one class steps; and whether a trial found it elementwise."""
+    """Return, for each group, its layout (one per class) and whether a trial found it elementwise."""
     device = next(param.device for group in groups for param in group["params"])
     chosen: dict[Any, tuple[Layout, bool]] = {}
     for kind in dict.fromkeys(class_of(optimizer_class, group) for group in groups):
@@ -80,10 +81,10 @@ def choose_layouts(
 
 
 def why_uneven(optimizer_class: Any, layouts: Sequence[Layout], elementwise: Sequence[bool], plan: Plan) -> str | None:
-    """If a whole parameter is too much for one rank, and could be cut."""
+    """Return a warning if ranks are uneven because parameters stay whole that could perhaps be cut; else None."""
     if not any(layout is Layout.WHOLE and flag for layout, flag in zip(layouts, elementwise, strict=True)):
         return None
-    held = plan.held()  # of thousands of ranks, so not before it is needed
+    held = plan.held()  # slow with thousands of ranks, so only where it is needed
     if not is_uneven(held):
         return None
     return (
@@ -94,6 +95,6 @@ def why_uneven(optimizer_class: Any, layouts: Sequence[Layout], elementwise: Seq
 
 
 def is_uneven(held: Sequence[int]) -> bool:
-    """Whether one rank holds a quarter more elements than its share, and enough of them to matter."""
+    """Whether one rank holds over a quarter more elements than the mean, and enough of them to matter."""
     share = sum(held) / max(len(held), 1)
     return max(held, default=0) > max(1.25 * share, share + _MATTERS)

@@ -1,18 +1,17 @@
-"""Whether an optimizer's work can be shared out, and how finely: found by trying it on tiny tensors.
+"""Whether an optimizer's work can be divided among ranks, and how finely: found by trying it on tiny tensors.
 
-[Note: what is tried] All parameters in one instance are the plain optimizer. Against it are held:
+[Note: what is tried] One instance over all parameters is the plain optimizer. In a first step alone, anything that it
+tries to send is caught, because its messages would come in between our own. Then it is compared with
 
-- nothing, for a first step in which whatever it tries to send is caught: what it exchanges with other ranks it would
-  exchange in the middle of our own messages;
-- the same under another seed: what differs is drawn at random, and ranks would draw something else;
-- the same with other gradients: an option or an attribute of the instance that differs is computed from the gradients
-  of all parameters, such as a step size for all of them;
-- every parameter in an instance of its own: what differs depends on the other parameters;
-- every piece of a parameter in an instance of its own: what differs depends on the rest of the parameter.
+- itself under another seed: what differs is drawn at random, and every rank would draw other numbers;
+- itself with other gradients: an option or an attribute of the instance that differs is computed from the gradients of
+  all parameters, such as one step size for all;
+- one instance per parameter: what differs depends on the other parameters;
+- one instance per piece of a parameter: what differs depends on the rest of the parameter.
 
-Weights, state and options are compared: a step size that has only begun to grow moves no weight yet. Gradients grow
-and shrink by powers of ten, so that a bound on their norm is met. What begins later still, nobody can see in a trial:
-that is why only torch's own classes are cut by its word alone (known.py).
+Weights, state and options are compared, because a step size that has only begun to grow moves no weight yet. Gradients
+grow and shrink by powers of ten, so that a bound on their norm takes effect. A trial cannot see what begins later
+still: layout_policy.py says for which classes its result is enough to cut parameters.
 """
 
 from __future__ import annotations
@@ -44,17 +43,17 @@ _CUTS = (0, 5, 16, 24)
 _SHAPES = (((6, 4), (24,)), ((6, 4), (4, 6)))
 _SIZES = (1.0, 10.0, 0.1, 100.0, 1.0, 0.01, 1000.0, 1.0)  # of the gradients, from step to step
 _STEPS = 24  # beyond the usual first steps: a rectified variance (6), a warm-up of 10 or 20
-_STEPS_OF_TORCH = 8  # torch's own classes wait for nothing
-_CALM_STEPS = 3  # where the longer course ends in infinities
+_STEPS_OF_TORCH = 8  # torch's own classes have no warm-up
+_CALM_STEPS = 3  # used where the longer trial ends in infinities
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a probe has found, as sentences; all empty for an optimizer that treats every element alone."""
+    """What a trial has found, as sentences; all empty for an optimizer that treats every element alone."""
 
-    refusal: str = ""  # why its work cannot be shared out at all
+    refusal: str = ""  # why its work cannot be divided at all
     whole: str = ""  # why a parameter cannot be cut
-    untried: str = ""  # why nothing could be found out
+    untried: str = ""  # why it could not be tried
 
     @property
     def is_elementwise(self) -> bool:
@@ -70,9 +69,9 @@ def probe(
     of_torch: bool = False,
     closure: bool = False,
 ) -> Finding:
-    """`option_sets` are the options of the param groups. Nothing that a caller can see is changed.
+    """Try the class with the options of each param group. Nothing that a caller can see is changed.
 
-    A class `of_torch` is known to treat parameters separately; only cuts are tried. With `closure` an optimizer that
+    A class `of_torch` is known to treat parameters separately, so only cuts are tried. With `closure` an optimizer that
     cannot be stepped without one is tried with one.
     """
     finding = Finding()
@@ -80,8 +79,8 @@ def probe(
     with no_trace(device), torch.enable_grad():
         for options in option_sets:
             # Groups that differ in their learning rate alone, such as one for each layer, are tried once.
-            distinct = without_rate(options)
-            if any(same_options(distinct, other) for other in tried):
+            distinct = _without_rate(options)
+            if any(_same_options(distinct, other) for other in tried):
                 continue
             tried.append(distinct)
             found = _try(Trial(optimizer_class, defaults, options), device, of_torch=of_torch)
@@ -96,12 +95,12 @@ def probe(
     return finding
 
 
-def without_rate(options: Mapping[str, Any]) -> dict[str, Any]:
+def _without_rate(options: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in options.items() if k not in ("params", "param_names", "lr", "initial_lr")}
 
 
-def same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Options that are the same beyond doubt: tensors are not looked into."""
+def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether options are certainly the same: tensors are compared by identity."""
     return list(one) == list(other) and all(
         one[key] is other[key] or (isinstance(one[key], bool | int | float | str | tuple) and one[key] == other[key])
         for key in one
@@ -114,11 +113,11 @@ def _try(trial: Trial, device: torch.device, *, of_torch: bool) -> Finding:
     for shapes in _SHAPES:
         try:
             if not of_torch:
-                _listen(trial, shapes, device)
-            values, gradients, whole = _plain_course(trial, shapes, _STEPS_OF_TORCH if of_torch else _STEPS, device)
+                _check_sends_nothing(trial, shapes, device)
+            values, gradients, whole = _run_plain(trial, shapes, _STEPS_OF_TORCH if of_torch else _STEPS, device)
             refusal = "" if of_torch else _why_not_shared(name, trial, values, gradients, whole)
         except CommunicatesError as error:
-            return Finding(_says_that_it_talks(name, error))
+            return Finding(_sends_itself(name, error))
         except Exception as error:
             untried = f"{name} refuses tiny tensors of shapes {shapes}: {type(error).__name__}: {error}"
             continue
@@ -126,30 +125,30 @@ def _try(trial: Trial, device: torch.device, *, of_torch: bool) -> Finding:
     return Finding(untried=untried)
 
 
-def _listen(trial: Trial, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
-    """Raise TalksToOthers if a step sends something."""
+def _check_sends_nothing(trial: Trial, shapes: Sequence[tuple[int, ...]], device: torch.device) -> None:
+    """Raise CommunicatesError if a step sends something."""
     values = _draw(shapes, torch.Generator().manual_seed(11), device)
     with NoCommunication():  # type: ignore[no-untyped-call]
         trial.run([values], _gradients(shapes, 1, 12, device))
 
 
-def _says_that_it_talks(name: str, error: CommunicatesError) -> str:
+def _sends_itself(name: str, error: CommunicatesError) -> str:
     return (
         f"{name} talks to other ranks itself ({error} in its step), while every rank steps other parameters, or none. "
         "Use it unsharded, or with an option under which it does not"
     )
 
 
-def _plain_course(
+def _run_plain(
     trial: Trial, shapes: Sequence[tuple[int, ...]], steps: int, device: torch.device
 ) -> tuple[Tensors, list[Tensors], Outcome]:
-    """Values, the gradients of every step, and what the plain optimizer makes of them: numbers, if it can."""
+    """Return values, the gradients of every step, and the plain optimizer's outcome, finite if possible."""
     values = _draw(shapes, torch.Generator().manual_seed(11), device)
     gradients = _gradients(shapes, steps, 12, device)
     whole = trial.run([values], gradients)
     if whole.is_finite:
         return values, gradients, whole
-    # Infinities are all alike: nothing could be told apart. A shorter course, without leaps.
+    # Infinities are all equal, so nothing would differ. Take fewer steps, with gradients of one size.
     calm = [_draw(shapes, torch.Generator().manual_seed(20 + step), device) for step in range(_CALM_STEPS)]
     return values, calm, trial.run([values], calm)
 
@@ -162,13 +161,13 @@ def _why_not_shared(name: str, trial: Trial, values: Tensors, gradients: Sequenc
     again = trial.run([values], gradients, seed=2)
     return (
         _why_random(name, whole, again)
-        or _why_steered(name, _without_noise(whole, again), trial.run([values], others))
-        or _why_together(name, _without_noise(whole, again), trial.run([[value] for value in values], gradients))
+        or _why_from_gradients(name, _without_noise(whole, again), trial.run([values], others))
+        or _why_not_alone(name, _without_noise(whole, again), trial.run([[value] for value in values], gradients))
     )
 
 
 def _without_noise(whole: Outcome, again: Outcome) -> Outcome:
-    """Without what an instance notes on itself that differs from run to run and moves no weight, such as the time."""
+    """Drop attributes of the instance that differ from run to run and move no weight, such as the time."""
     own = {key: value for key, value in whole.own[0].items() if key in again.own[0]}
     stable = {key: value for key, value in own.items() if alike(value, again.own[0][key], exactly)}
     return replace(whole, own=[stable])
@@ -185,26 +184,26 @@ def _why_random(name: str, whole: Outcome, reseeded: Outcome) -> str:
     )
 
 
-def _why_steered(name: str, whole: Outcome, with_other_gradients: Outcome) -> str:
+def _why_from_gradients(name: str, whole: Outcome, with_other_gradients: Outcome) -> str:
     option = first_difference(whole.options[0], with_other_gradients.options[0], exactly)
     if option is not None:
-        return _together(name, f"the option {option!r} of the param group is computed from the gradients of all")
+        return _refuse_together(name, f"the option {option!r} of the param group is computed from the gradients of all")
     kept = _own_difference(whole, with_other_gradients.own[0])
     if kept is not None:
-        return _together(name, f"{kept!r}, which it keeps on itself, is computed from the gradients of all")
+        return _refuse_together(name, f"{kept!r}, which it keeps on itself, is computed from the gradients of all")
     return ""
 
 
-def _why_together(name: str, whole: Outcome, alone: Outcome) -> str:
+def _why_not_alone(name: str, whole: Outcome, alone: Outcome) -> str:
     what = next(_differences(whole, alone, exact=True), None)
-    return _together(name, f"{what} is another when a parameter is stepped alone") if what else ""
+    return _refuse_together(name, f"{what} is another when a parameter is stepped alone") if what else ""
 
 
 def _own_difference(whole: Outcome, own: Mapping[str, Any]) -> str | None:
     return first_difference(whole.own[0], {key: own[key] for key in whole.own[0] if key in own}, exactly)
 
 
-def _together(name: str, because: str) -> str:
+def _refuse_together(name: str, because: str) -> str:
     return (
         f"{name} treats all parameters together ({because}), so that stepping them on several ranks would silently "
         "compute something else. Use it unsharded, or choose an optimizer that treats parameters separately"
@@ -212,10 +211,10 @@ def _together(name: str, because: str) -> str:
 
 
 def _differences(whole: Outcome, other: Outcome, *, exact: bool) -> Iterator[str]:
-    """What differs, in words; an instance of `whole` is held against every instance of `other`.
+    """Yield what differs, in words; the one instance of `whole` is compared with every instance of `other`.
 
-    `exact` where the same is computed: decay by a mean over all parameters moves a weight by its last bits only. Not
-    where the same runs twice: on a GPU sums may come out in another order.
+    `exact` where both compute the same: decay by a mean over all parameters changes only the last bits of a weight. Not
+    where the same program runs twice: on a GPU it may sum in another order.
     """
     close, close_moves = (exactly, exactly) if exact else (nearly, nearly_moved)
     for ours, theirs in zip(whole.moved, other.moved, strict=True):
@@ -273,7 +272,7 @@ def _gradients(shapes: Sequence[tuple[int, ...]], steps: int, seed: int, device:
 
 
 def _draw(shapes: Sequence[tuple[int, ...]], generator: torch.Generator, device: torch.device) -> Tensors:
-    """Numbers whose scale grows along each parameter, so that a norm over a piece is not one of all."""
+    """Draw numbers whose scale grows along each parameter, so that the norm of a piece differs from that of all."""
     kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults are
     scale = torch.logspace(-2, 1, 24, **kind)
     return [(torch.randn(24, generator=generator, **kind) * scale).view(shape).to(device) for shape in shapes]

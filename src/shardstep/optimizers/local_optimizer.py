@@ -1,8 +1,7 @@
-"""The optimizer that steps this rank's share: an ordinary instance of the caller's class."""
+"""Optimizer classes: what is known of one, whether it can be sharded, and how an instance is built."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -10,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from shardstep.optimizers.param_groups import CLASS, without_params
 from shardstep.planning import ParamSpec, Plan
 
-# Optimizers whose update of one parameter depends on the others, so that stepping them in shares changes the result.
+# Optimizers whose update of one parameter depends on the others, so that stepping on several ranks changes the result.
 _COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
     (torch.optim.LBFGS, "one line search and one direction over all parameters together"),
 )
@@ -20,16 +20,11 @@ _COUPLED: tuple[tuple[type[Optimizer], str], ...] = (
 _MOST_NAMED = 8  # parameters in one error
 
 
-CLASS = "optimizer"  # of a group, where groups have optimizers of several classes
-_NO_OPTIONS = ("params", "param_names", CLASS)
-
-
 def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
-    """Raise if `optimizer_class` is not a class of optimizers, or not one whose work can be shared out."""
+    """Raise if `optimizer_class` is not a class of optimizers, or not one whose work can be divided among ranks."""
     for inner in getattr(optimizer_class, "inner_classes", ()):
         check_optimizer_class(inner, world_size)
-    while isinstance(optimizer_class, partial):  # torch takes those too
-        optimizer_class = optimizer_class.func
+    optimizer_class = bare_class(optimizer_class)
     if isinstance(optimizer_class, Optimizer):
         raise TypeError(
             f"optimizer_class must be a class, got an instance of {type(optimizer_class).__name__}; "
@@ -49,11 +44,10 @@ def check_optimizer_class(optimizer_class: Any, world_size: int) -> None:
 
 
 def check_takes_no_closure(optimizer_class: Any) -> None:
-    """Raise for classes that evaluate the loss several times in a step: shares of a step are made without it."""
+    """Raise for classes that evaluate the loss several times in a step: ranks step their pieces without it."""
     for inner in getattr(optimizer_class, "inner_classes", ()):
         check_takes_no_closure(inner)
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
+    optimizer_class = bare_class(optimizer_class)
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ValueError(
             f"{optimizer_class.__name__} computes the loss several times in a step, and a sharded step computes none, "
@@ -62,20 +56,18 @@ def check_takes_no_closure(optimizer_class: Any) -> None:
 
 
 def is_muon(optimizer_class: Any) -> bool:
-    """torch's own, and no subclass: what that takes, and what it computes, nobody knows."""
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
-    return optimizer_class is torch.optim.Muon
+    """Whether the class is torch's Muon itself; a subclass may take and compute something else."""
+    return bare_class(optimizer_class) is torch.optim.Muon
 
 
 def class_of(optimizer_class: Any, group: Mapping[str, Any]) -> Any:
-    """That which steps a group."""
+    """Return the class that steps a group."""
     return group[CLASS] if getattr(optimizer_class, "inner_classes", ()) else optimizer_class
 
 
 def check_shapes(optimizer_class: Any, groups: Sequence[Mapping[str, Any]], specs: Iterable[ParamSpec]) -> None:
-    """Raise if Muon is to train what is no matrix. Its constructor would, but on the rank that holds it, and when
-    parameters have moved already; this is said on all ranks, of all parameters, and before anything has moved."""
+    """Raise if Muon is to train what is not a matrix. This names all such parameters, on all ranks, before anything has
+    moved; Muon's constructor would raise only on the rank that holds one, and later."""
     by_muon = [is_muon(class_of(optimizer_class, group)) for group in groups]
     refused = [
         f"{spec.name} of shape {spec.shape}"
@@ -91,16 +83,10 @@ def check_shapes(optimizer_class: Any, groups: Sequence[Mapping[str, Any]], spec
         )
 
 
-def without_params(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For a trial: the options alone. Names are none of a class's options, and some check that they know all keys."""
-    return [{**{key: group[key] for key in group if key != "param_names"}, "params": []} for group in groups]
-
-
 def is_of_torch(optimizer_class: Any) -> bool:
-    """Whether it is a class of torch.optim itself: these keep all they know of a parameter in its own state, in tensors
-    of its shape and in counters. A class of somebody else's may count on itself, in its groups, or in lists."""
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
+    """Whether it is a class of torch.optim itself. These keep everything in a parameter's own state, as tensors of its
+    shape and counters. Other classes may count in attributes, in their groups, or in lists."""
+    optimizer_class = bare_class(optimizer_class)
     if inner := getattr(optimizer_class, "inner_classes", ()):
         return all(map(is_of_torch, inner))
     # Muon says "torch.optim", the others the file that they are in.
@@ -108,33 +94,20 @@ def is_of_torch(optimizer_class: Any) -> bool:
 
 
 def bare_class(optimizer_class: Any) -> Any:
-    while isinstance(optimizer_class, partial):  # torch takes those too
+    """Return the class itself; torch also takes a `functools.partial` of one."""
+    while isinstance(optimizer_class, partial):
         optimizer_class = optimizer_class.func
     return optimizer_class
 
 
 def qualified_name(optimizer_class: Any) -> str:
+    """Return the module and the name of a class."""
     optimizer_class = bare_class(optimizer_class)
     return f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
 
 
-def local_groups(
-    param_groups: Sequence[Mapping[str, Any]], specs: Sequence[ParamSpec], mine: Sequence[int]
-) -> list[dict[str, Any]]:
-    """`param_groups` with the parameters `mine` only, in that order. A group may be empty."""
-    params = [param for group in param_groups for param in group["params"]]
-    names = [name for group in param_groups for name in group.get("param_names", ())]
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in param_groups]
-    for index, group in enumerate(groups):
-        own = [i for i in mine if specs[i].group == index]
-        group["params"] = [params[i] for i in own]
-        if names:
-            group["param_names"] = [names[i] for i in own]
-    return groups
-
-
 def dealt_to(plan: Plan, rank: int) -> list[int]:
-    """The parameters that `rank` holds whole: group by group, the largest first."""
+    """Return the parameters that `rank` holds whole: group by group, the largest first."""
     held = {piece.param for piece in plan.pieces_of(rank)}
     return sorted(held, key=lambda i: (plan.params[i].group, -plan.params[i].numel, i))
 
@@ -145,7 +118,7 @@ def build(
     defaults: Mapping[str, Any],
     names: Mapping[torch.Tensor, str],
 ) -> Optimizer:
-    """An `optimizer_class` over `groups`; if it refuses a parameter, the error names it by `names`."""
+    """Build an `optimizer_class` over `groups`; if it refuses a parameter, the error has its name in `names`."""
     make: Callable[..., Optimizer] = optimizer_class
     try:
         return make([dict(group) for group in groups], **defaults)
@@ -167,7 +140,7 @@ def build(
 def _first_refused(
     make: Callable[..., Optimizer], groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
 ) -> torch.Tensor | None:
-    """The first parameter that the optimizer refuses even alone; None if it is not a parameter that it refuses."""
+    """Return the first parameter that the optimizer refuses even alone; None if it refuses something else."""
     try:
         make(without_params(groups), **defaults)
     except Exception:
@@ -182,39 +155,8 @@ def _first_refused(
     return None
 
 
-def copy_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Copy everything in the groups but the parameters: learning rates that a scheduler set, keys that a step added."""
-    for theirs, ours in zip(source, target, strict=True):
-        ours.update({key: value for key, value in theirs.items() if key not in _NO_OPTIONS})
-
-
-def load_options(source: Iterable[Mapping[str, Any]], target: Iterable[dict[str, Any]]) -> None:
-    """Everything in the groups but the parameters, as copies: what was loaded stays the caller's.
-
-    A tensor stays the one that it was, if it can: a scheduler, or a graph, may hold it.
-    """
-    for theirs, ours in zip(source, target, strict=True):
-        for key, value in theirs.items():
-            own = ours.get(key)
-            if key in _NO_OPTIONS or value is own:
-                continue
-            if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
-                with torch.no_grad():
-                    own.copy_(value)
-            else:
-                ours[key] = copy.deepcopy(value)
-
-
-def apart(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same groups, with options that can be loaded into while the optimizer keeps its own."""
-    return [
-        {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-        for group in groups
-    ]
-
-
 class WatchedClosure:
-    """Remembers whether an error came from the closure or from the optimizer round it."""
+    """Calls a closure, and notes whether an error came from it or from the optimizer that calls it."""
 
     def __init__(self, closure: Callable[[], float]) -> None:
         self._closure = closure

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.optimizers.local_optimizer import CLASS, without_params
 from shardstep.optimizers.optimizer_copy import load_again
-from shardstep.optimizers.option_lines import option_keys
+from shardstep.optimizers.param_groups import CLASS, option_keys, without_params
 from shardstep.optimizers.sliced_step import step_as_a_part
 
 
 class SeveralOptimizers(Optimizer):
-    """Made by `several`. The optimizers of the classes hold the very groups and the very state that it shows."""
+    """Steps each param group with an optimizer of its class; `several` makes subclasses.
+
+    Inner optimizers share this one's group dicts and its state dict.
+    """
 
     inner_classes: tuple[type[Optimizer], ...] = ()
 
@@ -33,7 +35,7 @@ class SeveralOptimizers(Optimizer):
 
     def _make(self, kind: Callable[..., Optimizer]) -> Optimizer:
         own = [group for group in self.param_groups if group[CLASS] is kind]
-        # Without what the class does not know: some check the keys of their groups.
+        # Without keys that the class does not know: some check the keys of their groups.
         optimizer = kind([without_class(group) for group in own], **required(kind, own[0]))
         for group, known in zip(own, optimizer.param_groups, strict=True):
             group.update({key: value for key, value in known.items() if key != "params"})
@@ -43,7 +45,7 @@ class SeveralOptimizers(Optimizer):
         return optimizer
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Each class loads what is its own: it would not know the state of the others."""
+        """Let each class load the state of its own groups: it does not know that of the others."""
         super().__setstate__(state)
         for optimizer in self.inner:
             groups = [group for group in self.param_groups if group[CLASS] is type(optimizer)]
@@ -58,14 +60,14 @@ class SeveralOptimizers(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None, "a part of a step is made without one"
+        assert closure is None, "a rank steps its part without a closure"
         for optimizer in self.inner:
             if any(group["params"] for group in optimizer.param_groups):
                 step_as_a_part(optimizer)
 
 
 def required(kind: Callable[..., Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that the class takes by its constructor only, without a default: some have such a learning rate."""
+    """Return those options of a group that the class's constructor requires, because it has no default for them."""
     wanted = inspect.signature(kind).parameters.values()
     names = [one.name for one in wanted if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
     return {name: group[name] for name in names if name in group and name != "params"}
@@ -73,14 +75,16 @@ def required(kind: Callable[..., Optimizer], group: Mapping[str, Any]) -> dict[s
 
 @functools.cache
 def several(classes: tuple[type[Optimizer], ...]) -> type[SeveralOptimizers]:
+    """Return a class of optimizers whose groups are stepped by these classes."""
     names = [kind.__name__ for kind in classes]
     return type(" + ".join(names), (SeveralOptimizers,), {"inner_classes": classes, "__module__": __name__})
 
 
 def read_classes(optimizer_class: Any, groups: Any, defaults: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """The class, the groups and the options to build with, if groups say which class steps them; else as they are.
+    """Return the class, the groups and the options to build with.
 
-    `defaults` are for groups that do not.
+    They are returned as given unless groups name a class each; then groups that do not get `optimizer_class` and
+    `defaults`.
     """
     groups = groups if groups is None or isinstance(groups, Sequence) else list(groups)
     if groups is None or not any(isinstance(group, dict) and CLASS in group for group in groups):
@@ -110,13 +114,13 @@ def read_classes(optimizer_class: Any, groups: Any, defaults: Mapping[str, Any])
 
 
 def shared_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The options that every group has, as the first has them: schedulers ask whether all have a momentum, or betas."""
+    """Return the options that every group has, as in the first: schedulers ask for a momentum, or betas, of all."""
     first, *others = groups
     return {key: first[key] for key in option_keys(first) if key != CLASS and all(key in other for other in others)}
 
 
 def with_own_options(optimizer_class: Any, group: dict[str, Any]) -> dict[str, Any]:
-    """A group that is added, with the options of its class that it does not name; not those of the first group."""
+    """Return a group that is added, completed with the default options of its own class."""
     if group.get(CLASS) not in getattr(optimizer_class, "inner_classes", ()):
         return group
     (own,) = optimizer_class(without_params([group])).param_groups
@@ -132,4 +136,5 @@ def check_class(optimizer_class: Any, group: Mapping[str, Any]) -> None:
 
 
 def without_class(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the group without the key that names its class."""
     return {key: value for key, value in group.items() if key != CLASS}

@@ -1,7 +1,7 @@
-"""An optimizer tried on tiny tensors: several instances of it, and all that their steps leave behind.
+"""Runs an optimizer on tiny tensors, in one or several instances, and compares what their steps leave behind.
 
 Nothing that a program can see is changed. The tensors are made here, options are copied, and the random number
-generators (torch's, Python's and numpy's) are afterwards as they were.
+generators (torch's, Python's and numpy's) are restored afterwards.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardstep.optimizers.counters import Counters
+from shardstep.optimizers.optimizer_copy import Counters
 
 # Rounding may differ between the middle of a tensor and its end, where kernels leave their vector loop.
 _RELATIVE = 1e-3
-_OF_LARGEST = 1e-6  # of the largest element of a tensor: by that much its smallest may differ
-_OF_A_WEIGHT = 4e-6  # float32 has no finer steps at the size of the weights of a trial
-_RATE = 1e-2  # the least learning rate of a trial: a schedule may begin with none, and then nothing is seen to move
+_OF_LARGEST = 1e-6  # of the largest element of a tensor: absolute tolerance of its smallest
+_OF_A_WEIGHT = 4e-6  # absolute tolerance of a weight's move: the resolution of float32 at the size of these weights
+_RATE = 1e-2  # the least learning rate of a trial: a schedule may begin with 0, at which no weight would move
 _NOT_OPTIONS = ("params", "param_names")
 
 Tensors = list[torch.Tensor]
@@ -34,10 +34,10 @@ Tensors = list[torch.Tensor]
 class Outcome:
     """What is left after the last step, by parameter and by instance."""
 
-    moved: Tensors  # how far each parameter went
+    moved: Tensors  # by how much each parameter has changed
     states: list[Mapping[str, Any]]
     options: list[Mapping[str, Any]]  # of each instance: its param group
-    own: list[Mapping[str, Any]]  # of each instance: what steps wrote to it, and state of no parameter
+    own: list[Mapping[str, Any]]  # of each instance: attributes that steps have changed, and state of no parameter
 
     @property
     def is_finite(self) -> bool:
@@ -54,7 +54,7 @@ class Trial:
     with_closure: bool = False  # step it with a closure, as programs step those that ask for one
 
     def run(self, instances: Sequence[Tensors], gradients: Sequence[Tensors], seed: int = 1) -> Outcome:
-        """Step the tensors, those of one row by one instance; `gradients[t]` are those of step t, in order."""
+        """Step copies of the tensors, each row of `instances` by one optimizer, with `gradients[t]` in step t."""
         _seed(seed)
         params = [[value.clone().requires_grad_() for value in row] for row in instances]
         optimizers = [self.make(row) for row in params]
@@ -63,7 +63,7 @@ class Trial:
         for number, row in enumerate(gradients):
 
             def give(row: Tensors = row, number: int = number) -> torch.Tensor:
-                """A closure: gradients, and a loss that no parameter changes, as if others made up most of it."""
+                """Set gradients, and return a loss that depends on the step only."""
                 for param, gradient in zip(flat, row, strict=True):
                     param.grad = gradient.clone()
                 return torch.tensor(2.0 / (1 + number), device=flat[0].device)
@@ -97,7 +97,7 @@ def _without(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moving(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with a learning rate at which something happens."""
+    """Return a copy of the options with a learning rate at which weights move."""
     copied = copy.deepcopy(_without(options))
     rate = copied.get("lr")
     if isinstance(rate, int | float | torch.Tensor) and abs(float(rate)) < _RATE:
@@ -114,14 +114,14 @@ def _seed(seed: int) -> None:
 
 @contextmanager
 def no_trace(device: torch.device) -> Iterator[None]:
-    """Inside, any generator may be used; afterwards all of them are as they were."""
+    """A context in which any random generator may be used; all of them are restored afterwards."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy and numpy.random.get_state()
     with ExitStack() as stack:
-        # The generator of another device is left alone: what runs here runs on `device`.
+        # Generators of other devices are not used: everything inside runs on `device`.
         devices = [device] if device.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=devices, device_type="cuda"))
-        # Threads that other programs hold up make a product of tiny matrices take milliseconds.
+        # On a busy machine several threads would make a product of tiny matrices take milliseconds.
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         if "torch._dynamo" in sys.modules:
@@ -136,11 +136,11 @@ def no_trace(device: torch.device) -> Iterator[None]:
 
 
 class CommunicatesError(RuntimeError):
-    """Something tried to send or receive; nothing was sent."""
+    """An optimizer tried to send or receive; nothing was sent."""
 
 
 class NoCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, a collective raises before it reaches the process group."""
+    """A context in which a collective raises before it reaches the process group."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -156,13 +156,13 @@ Alike = Callable[[Any, Any], bool]
 
 
 def first_difference(one: Mapping[str, Any], other: Mapping[str, Any], close: Alike) -> str | None:
-    """The first name under which two mappings hold different things; `close` tells of two tensors or numbers."""
+    """Return the first name whose values differ; `close` compares two tensors or numbers."""
     names = [*one, *(name for name in other if name not in one)]
     return next((n for n in names if n not in one or n not in other or not alike(one[n], other[n], close)), None)
 
 
 def alike(one: Any, other: Any, close: Alike) -> bool:
-    """Of objects that are neither numbers nor made of them nothing can be said."""
+    """Whether two values are alike; objects that are neither numbers nor made of them are if their types are equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         try:
             return one.shape == other.shape and close(one.detach(), other.detach())
@@ -180,12 +180,12 @@ def alike(one: Any, other: Any, close: Alike) -> bool:
 
 
 def exactly(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """To the bit: the same operations on the same tensors, whoever else is stepped beside them."""
+    """Whether two tensors have the same bits, as the same operations on the same values give."""
     return torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """But for rounding, relative to the largest element: a step size of 1e-6 is not nearly one of 2e-6."""
+    """Whether two tensors differ by rounding only, relative to the largest element: 1e-6 is not nearly 2e-6."""
     if not one.is_floating_point():
         return torch.equal(one, other)
     largest = float(one.abs().max().nan_to_num(0.0, 0.0, 0.0)) if one.numel() else 0.0
@@ -193,5 +193,5 @@ def nearly(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def nearly_moved(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of two moves: but for rounding, also that of the weights between which they lie."""
+    """Whether two changes of weights differ by rounding only, also by that of the weights themselves."""
     return torch.allclose(one, other, _RELATIVE, _OF_A_WEIGHT, equal_nan=True)

@@ -14,8 +14,6 @@ from shardstep.planning import Bucket
 class FlatMessage:
     """Parameters that are views of one flat buffer, which is sent and received as it is."""
 
-    needs_memory = False
-
     def __init__(self, params: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> None:
         unit = 1 if device.type == "cpu" else max(ALIGNMENT_NBYTES // dtype.itemsize, 1)
         starts = [0, *accumulate(-(-param.numel() // unit) * unit for param in params)]
@@ -52,8 +50,6 @@ class ScatteredMessage:
     They are packed to be sent, unless they are contiguous in one storage, as a single one always is: then that memory
     is sent and received as it is. That is looked up every time: a program may give them other memory.
     """
-
-    needs_memory = True
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = params

@@ -1,7 +1,7 @@
 """Decides what is cut where and who holds it. Integers, strings and tuples only; torch is not imported here."""
 
 from shardstep.planning.layout import Layout
-from shardstep.planning.make import make_plan, plan_from_json
+from shardstep.planning.make import make_plan
 from shardstep.planning.plan import Bucket, EqualRanges, Piece, Plan, Segment, WholeRanges
 from shardstep.planning.problems import find_problems
 from shardstep.planning.spec import ParamSpec, read_specs
@@ -17,6 +17,5 @@ __all__ = [
     "WholeRanges",
     "find_problems",
     "make_plan",
-    "plan_from_json",
     "read_specs",
 ]

@@ -93,16 +93,6 @@ def deal_by_cost(
     return [(index, holders[index]) for index in costliest_first]
 
 
-def least_possible(costs: Sequence[int], world_size: int) -> float:
-    """No dealing of whole parameters leaves the costliest rank with less; it may not be reachable.
-
-    Not less than the mean; and of the k N + 1 costliest, k + 1 share a rank: at least the cheapest k + 1 of them.
-    """
-    ordered, n = sorted(costs, reverse=True), world_size
-    shared = [sum(ordered[k * n - k : k * n + 1]) for k in range((len(ordered) - 1) // n + 1)]
-    return max([sum(ordered) / n, *shared])
-
-
 def _bounds(numels: Sequence[int]) -> tuple[float, float]:
     """How few elements a rank may have, and how many, if these are the ranks' when they are dealt evenly.
 

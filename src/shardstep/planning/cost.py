@@ -45,17 +45,16 @@ class Cost:
     per_byte: float  # of the parameter, for all passes over it, its gradient and its state
     per_mmn: float = 0.0  # for m * m * n
     per_mmm: float = 0.0  # for m * m * m
-    per_nnn: float = 0.0  # for n * n * n: of classes that keep a matrix for each side
     least: float = 0.0
 
     def of(self, spec: ParamSpec) -> int:
         """Picoseconds; none for what is frozen or has no elements."""
         if not spec.trainable or not spec.numel:
             return 0
-        m, n = matrix_dims(spec.shape)
+        m, n = _matrix_dims(spec.shape)
         seconds = self.per_byte * spec.numel * itemsize_of(spec.dtype)
         if m:
-            seconds += self.per_mmn * m * m * n + self.per_mmm * m**3 + self.per_nnn * n**3
+            seconds += self.per_mmn * m * m * n + self.per_mmm * m**3
         return max(round(max(seconds, self.least) * PICOSECONDS), 1)
 
 
@@ -73,7 +72,7 @@ def muon_cost(device: str, iterations: int = 5, *, batched: bool = False) -> Cos
     return Cost(14 / machine.nbytes, per_mmn=2 * product, per_mmm=product, least=0.0 if batched else machine.launch)
 
 
-def matrix_dims(shape: tuple[int, ...]) -> tuple[int, int]:
+def _matrix_dims(shape: tuple[int, ...]) -> tuple[int, int]:
     """m and n of a matrix, m <= n; what has more dims is taken for the matrix that flattens all but the first."""
     if len(shape) < 2:
         return 0, math.prod(shape)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from shardstep.planning.balance import deal_by_cost
 from shardstep.planning.layout import Layout, deal_whole
-from shardstep.planning.plan import Bucket, EqualRanges, Plan, Segment, WholeRanges, bucket_from_json
+from shardstep.planning.plan import Bucket, EqualRanges, Plan, Segment, WholeRanges
 from shardstep.planning.problems import find_problems
 from shardstep.planning.spec import ParamSpec
 
@@ -122,22 +121,6 @@ def _as_they_fill(found: Sequence[_Found], order: Sequence[int]) -> list[_Found]
         return max((place[segment.param] for bucket, _ in stretch for segment in bucket.segments), default=0)
 
     return [row for stretch in sorted(stretches, key=complete) for row in stretch]
-
-
-def plan_from_json(text: str) -> Plan:
-    """The plan that `Plan.to_json` wrote; ValueError with every problem if the text does not describe one."""
-    try:
-        raw = json.loads(text)
-        plan = Plan(
-            params=tuple(ParamSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in raw["params"]),
-            buckets=tuple(map(bucket_from_json, raw["buckets"])),
-            parked=tuple(map(bucket_from_json, raw["parked"])),
-            world_size=raw["world_size"],
-        )
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"this text is not a plan written by Plan.to_json: {error!r}") from error
-    _raise_if_any(find_problems(plan))
-    return plan
 
 
 def _whole_buckets(

@@ -184,16 +184,8 @@ class Bucket:
         low, high = self.ranges.bounds(rank)
         return self.numel - (high - low), (high - low) * (self.ranges.count - 1)
 
-    @property
-    def splits(self) -> tuple[int, ...]:
-        """How many elements of parameters each rank holds."""
-        held = [0] * self.ranges.count
-        for rank, numel in self.holdings():
-            held[rank] += numel
-        return tuple(held)
-
     def holdings(self) -> Iterator[tuple[int, int]]:
-        """Ranks, and elements that they hold; of whole parameters not of every rank."""
+        """Yield a rank and how many elements of parameters it holds; one rank may come several times, or never."""
         if isinstance(self.ranges, WholeRanges):
             yield from zip(self.ranges.holders, (s.stop - s.start for s in self.segments), strict=True)
         else:
@@ -236,7 +228,7 @@ class Plan:
         return ranks
 
     def to_json(self) -> str:
-        """A text from which `from_json` makes an equal plan; the same on every rank and in every process."""
+        """Return the whole plan as text; the same on every rank and in every process."""
         return json.dumps(
             {
                 "world_size": self.world_size,
@@ -260,14 +252,3 @@ def _bucket_to_json(bucket: Bucket) -> dict[str, object]:
         "ranges": asdict(bucket.ranges),
         "segments": [(s.param, s.start, s.stop, s.offset) for s in bucket.segments],
     }
-
-
-def bucket_from_json(raw: dict[str, object]) -> Bucket:
-    """What `Plan.to_json` wrote of a bucket; not checked."""
-    ranges, rows = raw["ranges"], raw["segments"]
-    assert isinstance(ranges, dict)
-    assert isinstance(rows, list)
-    kind = EqualRanges(**ranges) if "width" in ranges else WholeRanges(tuple(ranges["ends"]), tuple(ranges["holders"]))
-    return Bucket(
-        tuple(Segment(*row) for row in rows), kind, str(raw["dtype"]), str(raw["device"]), str(raw.get("wire", ""))
-    )

@@ -13,15 +13,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardstep.optimizers.counters import Counters, resume
-from shardstep.optimizers.local_optimizer import (
-    build,
-    class_of,
-    copy_options,
-    is_of_torch,
-    without_params,
-)
-from shardstep.optimizers.optimizer_copy import load_again
+from shardstep.optimizers.local_optimizer import build, class_of, is_of_torch
+from shardstep.optimizers.optimizer_copy import Counters, load_again, resume
+from shardstep.optimizers.param_groups import copy_options, without_params
 from shardstep.params.views import dense_view, flat_gradient
 from shardstep.planning import Layout, Piece, Plan
 from shardstep.stepping.element_state import Entry

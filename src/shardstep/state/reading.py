@@ -12,9 +12,8 @@ from shardstep.params.views import flat_gradient
 from shardstep.planning import Layout, ParamSpec, Piece, Plan
 from shardstep.state.sharded_state import PartOfState, PartOfTensor
 from shardstep.state.state_dict import bare_name, check_saved_groups, check_state_dict
-from shardstep.stepping.average import AVERAGE
 from shardstep.stepping.element_state import Entry, cut_entry
-from shardstep.stepping.masters import MASTER
+from shardstep.stepping.masters import AVERAGE, MASTER
 
 
 def read_saved(

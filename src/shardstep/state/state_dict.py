@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from shardstep.optimizers.local_optimizer import CLASS, is_of_torch, qualified_name
+from shardstep.optimizers.local_optimizer import is_of_torch, qualified_name
 from shardstep.optimizers.optimizer_copy import beside_state
+from shardstep.optimizers.param_groups import CLASS
 from shardstep.planning import ParamSpec, Piece
 from shardstep.stepping.element_state import Entry, join_entries
 

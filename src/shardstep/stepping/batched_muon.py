@@ -24,16 +24,16 @@ from typing import Any
 
 import torch
 
-from shardstep.optimizers.local_optimizer import copy_options, is_muon
+from shardstep.optimizers.local_optimizer import is_muon
+from shardstep.optimizers.param_groups import copy_options
 from shardstep.planning import Piece
 from shardstep.stepping.masters import NARROW
-from shardstep.stepping.scaling import Scaling
-from shardstep.stepping.steppers import Groups, Row
+from shardstep.stepping.steppers import Groups, Row, Scaling
 
 # Elements of a batch at most: 12 matrices of 3072 x 768. The iteration has two stacks in bfloat16 and two of products,
 # 4 to 8 bytes for each element, so it takes 256 MB. Smaller batches would leave processors of the GPU idle.
 MOST_NUMEL = 32 * 1024**2
-DEVICES = {"cuda"}  # where it is chosen; on the CPU launches cost nothing, and the class has the plain optimizer's bits
+DEVICES = {"cuda"}  # where it is used; on the CPU launches cost nothing, and the class has the plain optimizer's bits
 
 _MOMENTUM = "momentum_buffer"
 _READ = {
@@ -45,7 +45,7 @@ _CHECKED = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "n
 
 
 def can_step(kind: Any, groups: Groups, master: str) -> bool:
-    """Whether these groups, all of one class, are stepped by batches; `master` is that of ShardConfig."""
+    """Whether these groups, all of one class, are stepped in batches; `master` is ShardConfig's."""
     params = [param for group in groups for param in group["params"]]
     dtypes = {torch.float32 if p.dtype in NARROW and master != "none" else p.dtype for p in params}
     on_devices = bool(params) and {param.device.type for param in params} <= DEVICES
@@ -53,7 +53,7 @@ def can_step(kind: Any, groups: Groups, master: str) -> bool:
 
 
 def why_not(kind: Any, group: Mapping[str, Any], dtypes: set[torch.dtype]) -> str | None:
-    """Why a group is left to the class, in words; None if it is stepped here. `dtypes` are of what is stepped."""
+    """Return why a group is left to the class; None if it is stepped here. `dtypes` are those of what is stepped."""
     if not is_muon(kind):
         return "it is not torch.optim.Muon itself"
     if unread := _unread_options():
@@ -83,7 +83,7 @@ def _unread_options() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Rows of one group whose matrices have one shape and dtype; `places` are theirs among those of the step."""
+    """Rows of one group whose matrices have one shape and dtype; `places` says where in the step's rows each is."""
 
     rows: tuple[Row, ...]
     places: tuple[int, ...]
@@ -91,14 +91,14 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """By what weights are multiplied, and how much of the update is subtracted: numbers, or tensors on a device."""
+    """The factor of the weights and the factor of the update, which is subtracted: numbers, or tensors on a device."""
 
     keep: float | torch.Tensor
     subtract: float | torch.Tensor
 
 
 class BatchedMuon:
-    """A stepper (steppers.py) of groups whose class is torch's Muon."""
+    """A `Stepper` of groups whose class is torch's Muon."""
 
     writes_values = False
 
@@ -108,7 +108,7 @@ class BatchedMuon:
     def build(
         self, rows: Sequence[Sequence[Row]], state: dict[Any, Any], groups: Groups, counts: dict[Piece, torch.Tensor]
     ) -> None:
-        del counts  # rounding.py counts for it
+        del counts  # StochasticRounding counts the steps of Muon's parameters
         self._state = state
         self._options: dict[int, dict[str, Any]] = {number: {} for number in self.groups}
         self._batches = [list(_batches_of(together)) for together in rows]
@@ -122,7 +122,7 @@ class BatchedMuon:
 
     @property
     def temporary_nbytes(self) -> int:
-        """Of the batch with most: two stacks of matrices in bfloat16, and two of their products."""
+        """Bytes for the largest batch: two stacks of matrices in bfloat16, and two of their products."""
         shapes = [(len(b.rows), *b.rows[0].tensor.shape) for together in self._batches for b in together]
         return max((4 * count * (m * n + min(m, n) ** 2) for count, m, n in shapes), default=0)
 
@@ -176,7 +176,7 @@ class BatchedMuon:
             _apply(param, update[place], rates)
 
     def _momenta(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Of each row; those that have none yet get zeros, in one stack."""
+        """Return the momentum of each row; rows that have none yet get zeros, in one stack."""
         entries = [self._state.setdefault(row.tensor, {}) for row in rows]
         new = [(entry, row) for entry, row in zip(entries, rows, strict=True) if _MOMENTUM not in entry]
         if new:
@@ -190,14 +190,14 @@ class BatchedMuon:
 def orthogonalise(
     stack: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> torch.Tensor:
-    """Matrices of a bfloat16 stack with their singular values brought near to one; `stack` is overwritten.
+    """Return the matrices of a bfloat16 stack with singular values near one; `stack` is overwritten.
 
-    The products are with the smaller side: of tall matrices X they are X (X^T X), where others have (X X^T) X.
+    Products are over the smaller side: X (X^T X) for tall matrices X, (X X^T) X for the others.
     """
     a, b, c = coefficients
     count, rows, columns = stack.shape
     side, tall = min(rows, columns), rows > columns
-    # In the same memory throughout: the caller holds on to the first stack.
+    # All iterations use the same memory, because the caller keeps the first stack alive.
     other, gram, series = torch.empty_like(stack), *stack.new_empty(2, count, side, side).unbind()
     stack.div_(torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True).clamp_(min=eps))
     for _ in range(steps):
@@ -209,14 +209,14 @@ def orthogonalise(
 
 
 def _memory_of(row: Row) -> torch.Tensor:
-    """Where the elements of what is stepped lie, in their order there."""
-    if row.master is None and row.tensor.dtype is not row.values.dtype:  # rounded by chance: float32 for this step
+    """Return the memory of what is stepped, its elements in the order in which they lie there."""
+    if row.master is None and row.tensor.dtype is not row.values.dtype:  # stochastic rounding: float32 for this step
         return row.tensor.detach()
     return row.values if row.master is None else row.master
 
 
 def _batches_of(rows: Sequence[Row]) -> Iterator[_Batch]:
-    """Rows that can be stepped as one, at most MOST_NUMEL elements at a time, and about as many in each."""
+    """Yield rows that can be stepped together, at most MOST_NUMEL elements in a batch, batches of about one size."""
     alike: dict[Any, list[int]] = {}
     for place, row in enumerate(rows):
         tensor = row.tensor
@@ -231,7 +231,7 @@ def _batches_of(rows: Sequence[Row]) -> Iterator[_Batch]:
 
 
 def _stack_momenta(rows: Sequence[Row], state: Mapping[Any, dict[str, Any]]) -> None:
-    """Move momenta that were loaded, or came with a new plan, into one stack."""
+    """Move momenta that were loaded, or came from an earlier plan, into one stack."""
     entries = [(row, state[row.tensor]) for row in rows if _MOMENTUM in state.get(row.tensor, {})]
     if entries:
         first = entries[0][1][_MOMENTUM]
@@ -241,7 +241,7 @@ def _stack_momenta(rows: Sequence[Row], state: Mapping[Any, dict[str, Any]]) -> 
 
 
 def _matrix(values: torch.Tensor, row: Row) -> torch.Tensor:
-    """Flat `values` in the shape of a row's parameter, and in the order in which that lies."""
+    """Return flat `values` in the shape and the memory order of a row's parameter."""
     return values.as_strided(row.tensor.shape, row.stride)
 
 
@@ -249,7 +249,7 @@ _Span = tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _spans(like: Row, *columns: Sequence[torch.Tensor]) -> Iterator[_Span]:
-    """Where in the batch, and a stack of matrices like that of `like` of each column: see [Note: stacks]."""
+    """Yield a slice of the batch, and for each column the stack of its matrices there: see [Note: stacks]."""
     count, start = len(columns[0]), 0
     addresses = [[tensor.data_ptr() for tensor in column] for column in columns]
     storages = [[tensor.untyped_storage().data_ptr() for tensor in column] for column in columns]
@@ -268,7 +268,7 @@ def _spans(like: Row, *columns: Sequence[torch.Tensor]) -> Iterator[_Span]:
 
 
 def _continues(addresses: Sequence[int], start: int, stop: int) -> bool:
-    """Whether the one at `stop` comes as far behind the one before as the second behind the first."""
+    """Whether the address at `stop` is as far from the one before it as the second is from the first."""
     step = addresses[start + 1] - addresses[start]
     return step > 0 and addresses[stop] - addresses[stop - 1] == step
 
@@ -281,9 +281,9 @@ def _stacked(first: torch.Tensor, addresses: Sequence[int], like: Row) -> torch.
 def _scaled(
     gradient: torch.Tensor, buffer: torch.Tensor, scaling: Scaling | None, factor: torch.Tensor | None
 ) -> torch.Tensor:
-    """The gradient over the scale of a GradScaler, times `factor`; the momentum itself if nothing is to be stepped.
+    """Return the gradient divided by a GradScaler's scale, times `factor`; the momentum itself if the step is skipped.
 
-    Then the momentum stays what it is, and nothing that is not finite gets into the products.
+    So a skipped step leaves the momentum unchanged, and the products get no infinite or NaN values.
     """
     if scaling is not None and scaling.grad_scale is not None:
         gradient = gradient / scaling.grad_scale.to(gradient.device)
@@ -305,7 +305,7 @@ def _rates_of(options: Mapping[str, Any], like: torch.Tensor, scaling: Scaling |
     decay, subtract = lr * options["weight_decay"], lr * _ratio(options["adjust_lr_fn"], *like.shape)
     if isinstance(lr, torch.Tensor) and lr.device.type == "cpu":
         decay, subtract = float(decay), float(subtract)
-    if scaling is not None:  # by products: torch.where copies a number of the host to the device, and waits for that
+    if scaling is not None:  # by products: torch.where would copy a number to the device, and wait for that
         steps = _skips(scaling, like).logical_not().to(torch.float32)
         decay, subtract = steps * decay, steps * subtract
     return _Rates(1 - decay, subtract)
@@ -313,7 +313,7 @@ def _rates_of(options: Mapping[str, Any], like: torch.Tensor, scaling: Scaling |
 
 @functools.cache
 def _ratio(adjust_lr_fn: str | None, rows: int, columns: int) -> float:
-    """By which the learning rate of a matrix of this shape is multiplied."""
+    """Return the factor of the learning rate for a matrix of this shape."""
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
@@ -332,5 +332,5 @@ def _apply(param: torch.Tensor, update: torch.Tensor, rates: _Rates) -> None:
 
 
 def _with_dims(number: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """With dims it counts when torch promotes dtypes: it would be rounded to those of 16-bit weights without."""
+    """Return the number with dims, so that torch's type promotion counts it and does not round it to 16 bits."""
     return number.to(like.device, torch.promote_types(like.dtype, torch.float32)).view(1, 1, 1)

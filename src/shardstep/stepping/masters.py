@@ -1,17 +1,18 @@
-"""fp32 masters of parameters that are rounded: of this rank's pieces, so that a job holds them once.
+"""fp32 values kept beside the weights, each rank's own pieces only: masters, and an average of the weights.
 
-Parameters are rounded because they are of 16 bits, or because they travel in fewer bits than they have (wire/
-encoding.py). The optimizer steps the masters. What they become is rounded into the parameters, and only that travels.
+Parameters that are rounded have masters: they are of 16 bits, or they travel in fewer bits than they have
+(comm/encoding.py). The optimizer steps the masters. These are then rounded into the parameters, and only parameters are
+sent.
 
 [Note: who writes a weight] A program may write to a weight itself: it loads a checkpoint, clamps, averages. The master
-knows nothing of it, and the next step would undo it. So where a weight may have been written to, what is no longer the
-rounded master becomes the master. torch counts writes; of those through `.data` it does not know, but whoever makes one
-has asked for that.
+does not see that, and the next step would undo it. So where a weight may have been written to and is no longer its
+rounded master, it becomes the master. torch counts writes. It does not count writes through `.data`, but a program that
+uses `.data` asks for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from shardstep.comm.encoding import encoding_named
 from shardstep.params.flat import FlatMemory
 from shardstep.params.views import flat_gradient, quickly
 from shardstep.planning import ParamSpec, Piece, Plan, read_specs
-from shardstep.stepping.element_slots import Slot
-from shardstep.stepping.element_state import Entry
+from shardstep.stepping.element_state import Entry, Slot
+from shardstep.stepping.steppers import Scaling
 
 NARROW = (torch.bfloat16, torch.float16)
 _NARROW_NAMES = [str(dtype).removeprefix("torch.") for dtype in NARROW]
@@ -32,7 +33,7 @@ _version_of: Any = _tensor._version.__get__
 
 
 class Masters(Slot):
-    """Of the buckets whose parameters are rounded; others have none, and are stepped where they lie."""
+    """Masters of the buckets whose parameters are rounded. The others have none, and are stepped where they lie."""
 
     def __init__(self, memory: FlatMemory) -> None:
         buckets = memory.buckets
@@ -50,29 +51,28 @@ class Masters(Slot):
             for segment in buckets[number].bucket.segments:
                 self._buckets_of.setdefault(segment.param, []).append(number)
         self._params = [memory.params[index] for index in self._buckets_of]
-        self._versions = self._look()
+        self._versions = self._read_versions()
         self._to_compare: set[int] = set()  # buckets whose parameters may have been written to
-        self._loaded: set[int] = set()  # buckets whose masters were, and whose weights may be loaded later
+        self._loaded: set[int] = set()  # buckets whose masters were loaded, and whose weights may be loaded later
 
     def fill(self, own: Mapping[Piece, torch.Tensor]) -> None:
-        self.follow_writes()  # those from before count for what is not loaded
+        self.follow_writes()  # masters that are not loaded follow what was written until now
         super().fill(own)
-
-    def filled(self, bucket: int, piece: Piece) -> None:
-        """They count if the weights are theirs, which may be loaded later."""
-        self._to_compare.discard(bucket)
-        self._loaded.add(bucket)
-
-    # -- stepping -----------------------------------------------------------------------------------------------------
+        loaded = {
+            bucket for bucket in self.values if any(piece in own for piece, _ in self._memory.buckets[bucket].placed)
+        }
+        # Loaded masters are compared with the weights at the next step, because these may be loaded later.
+        self._to_compare -= loaded
+        self._loaded |= loaded
 
     def shown(self, param: torch.Tensor) -> None:
-        """Somebody has asked for the memory of `param`, and may write to it."""
+        """Note that the program has asked for the memory of `param`, and may write to it."""
         for index, other in zip(self._buckets_of, self._params, strict=True):
             if other is param:
                 self._to_compare.update(self._buckets_of[index])
 
     def follow(self) -> None:
-        """A step begins. Where the weights are others, the masters follow: see [Note: who writes a weight]."""
+        """Before a step, let masters follow the weights that were written to: see [Note: who writes a weight]."""
         self._to_compare |= self._loaded
         self.follow_writes()
         self._loaded.clear()
@@ -80,8 +80,8 @@ class Masters(Slot):
 
     @torch.no_grad()
     def follow_writes(self) -> None:
-        """The same between steps, to be looked at or saved: loaded masters wait for their weights."""
-        found = self._look()
+        """Let masters follow between steps, before they are read. Loaded masters do not yet: their weights may come."""
+        found = self._read_versions()
         if found != self._versions:
             rows = zip(self._buckets_of.values(), found, self._versions, strict=True)
             self._to_compare.update(bucket for buckets, new, old in rows if new != old for bucket in buckets)
@@ -92,7 +92,7 @@ class Masters(Slot):
 
     @torch.no_grad()
     def follow_frozen(self, parked: Mapping[Piece, Entry]) -> None:
-        """The same for the masters of frozen weights, which are in the state that is put aside."""
+        """Let the masters of frozen weights follow, which are in the state `parked`."""
         for piece, entry in parked.items():
             if MASTER in entry:
                 param, spec = self._memory.frozen[piece.param], self._memory.plan.params[piece.param]
@@ -101,13 +101,13 @@ class Masters(Slot):
 
     @torch.no_grad()
     def write(self, buckets: Iterable[int]) -> None:
-        """They were stepped: round them into the parameters. What is encoded is rounded when it is sent."""
+        """Round masters into the parameters after a step. Buckets that are encoded are rounded when they are sent."""
         for number in buckets:
             if number in self.values:
                 self._memory.buckets[number].own.copy_(self.values[number])
 
     def of_encoded(self) -> dict[Piece, torch.Tensor]:
-        """What the weights are rounded from that are rounded when they are sent."""
+        """Return the masters of weights that are encoded when they are sent."""
         self.follow_writes()
         buckets = [(bucket, self.values.get(number)) for number, bucket in enumerate(self._memory.buckets)]
         return {
@@ -117,25 +117,25 @@ class Masters(Slot):
             for piece, offset in bucket.placed
         }
 
-    def _look(self) -> list[int]:
+    def _read_versions(self) -> list[int]:
         with quickly():
             return list(map(_version_of, self._params))
 
 
 def _followed(master: torch.Tensor, weight: torch.Tensor, wire: str) -> torch.Tensor:
-    """The master of a weight that is its rounding, or was written to since."""
+    """Return `master` where the weight is its rounding, and the weight where it was written to since."""
     rounded = encoding_named(wire).encode(master) if wire else master.to(weight.dtype)
     return torch.where(weight == rounded, master, weight.to(master.dtype))
 
 
 def is_kept(spec: ParamSpec) -> bool:
-    """Whether a parameter has a master where there are masters: it is rounded to be held, or to travel."""
+    """Whether a parameter has a master if masters are on: it is rounded when it is held, or when it is sent."""
     return bool(spec.wire) or spec.dtype in _NARROW_NAMES
 
 
 @torch.no_grad()
 def make_exact(memory: FlatMemory, masters: Mapping[Piece, torch.Tensor]) -> None:
-    """Make exact what was rounded from these masters, in an optimizer that keeps none; other weights stay."""
+    """Replace weights that are roundings of these masters by the masters, for an optimizer that keeps none."""
     for bucket in memory.buckets:
         for piece, offset in bucket.placed:
             own = bucket.own[offset : offset + piece.numel]
@@ -149,7 +149,7 @@ Source = nn.Module | Mapping[str, torch.Tensor]
 
 
 def given_masters(source: Source, groups: Sequence[Mapping[str, Any]]) -> dict[int, torch.Tensor]:
-    """The values of `source` for the 16-bit parameters, by place; ValueError if one is missing or is another's."""
+    """Return the values of `source` for the 16-bit parameters, by place; ValueError if one is missing or wrong."""
     values = source.state_dict() if isinstance(source, nn.Module) else source
     params = [param for group in groups for param in group["params"]]
     found: dict[int, torch.Tensor] = {}
@@ -183,7 +183,7 @@ def cut_masters(
     rank: int,
     broadcast: Callable[[Sequence[torch.Tensor]], None],
 ) -> dict[Piece, Entry]:
-    """Those of this rank's pieces, as the group's first rank has them."""
+    """Return the masters of this rank's pieces, cut from the values that the group's first rank has."""
     own: dict[int, list[Piece]] = {}
     for piece in plan.pieces_of(rank):
         own.setdefault(piece.param, []).append(piece)
@@ -198,7 +198,7 @@ def cut_masters(
 
 
 def why_it_stalls(groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """Without masters: whether steps of the learning rate's size vanish in the rounding of weights as they are."""
+    """Return a warning if, without masters, steps of the learning rate's size vanish in rounding; else None."""
     for group in groups:
         lr, params = group.get("lr"), [param.detach() for param in group["params"] if param.dtype in NARROW]
         if not isinstance(lr, int | float) or not params:
@@ -215,7 +215,7 @@ def why_it_stalls(groups: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def check_can_be_rounded(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise for fp16: what is below its smallest number would be rounded up to it far too often, or never."""
+    """Raise for fp16: what is below its smallest number would be rounded up far too often, or never."""
     params = [param for group in groups for param in group["params"]]
     halves = [spec.name for spec, param in zip(read_specs(groups), params, strict=True) if param.dtype is torch.float16]
     if halves:
@@ -223,7 +223,7 @@ def check_can_be_rounded(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_is_encoded(groups: Sequence[Mapping[str, Any]], wire: str) -> None:
-    """Raise if no parameter would travel in that encoding."""
+    """Raise if no parameter would be sent in that encoding."""
     specs = read_specs(groups)
     if not any(spec.encoded(wire).wire for spec in specs):
         raise ValueError(
@@ -235,3 +235,105 @@ def check_is_encoded(groups: Sequence[Mapping[str, Any]], wire: str) -> None:
 
 def has_narrow(params: Sequence[torch.Tensor]) -> bool:
     return any(param.dtype in NARROW for param in params)
+
+
+AVERAGE = "shardstep.ema"  # in the state of a piece
+
+
+class Average(Slot):
+    """An exponential moving average of the weights; of the masters, where parameters have them.
+
+    It begins with the weights as they are before the first step. A frozen parameter is shown as it is; its average is
+    kept until it trains again.
+    """
+
+    def __init__(self, memory: FlatMemory, decay: float, masters: Masters | None) -> None:
+        self._decay, self._masters = decay, masters
+        self._before: list[torch.Tensor] = []  # the weights, while the parameters have the average
+        wide = {
+            number: bucket.own.detach().to(torch.promote_types(bucket.own.dtype, torch.float32), copy=True)
+            for number, bucket in enumerate(memory.buckets)
+        }
+        super().__init__(memory, AVERAGE, wide)
+        # Pieces that nothing was averaged of yet: their average is the weights.
+        self._to_begin = {piece for bucket in memory.buckets for piece, _ in bucket.placed}
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the parameters have the average's values."""
+        return bool(self._before)
+
+    def fill(self, own: Mapping[Piece, torch.Tensor]) -> None:
+        """Take loaded averages. A piece without one begins anew: its weights are replaced by what is loaded."""
+        super().fill(own)
+        self._to_begin = {piece for bucket in self._memory.buckets for piece, _ in bucket.placed if piece not in own}
+
+    def begin(self) -> None:
+        """Before a step, begin the averages that have not begun, with the weights as they are now."""
+        self._copy_weights()
+        self._to_begin.clear()
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        """Copy the weights into averages that have not begun."""
+        if not self._to_begin:
+            return
+        for number, values in self.values.items():
+            now = self._now(number)
+            for piece, offset in self._memory.buckets[number].placed:
+                if piece in self._to_begin:
+                    values[offset : offset + piece.numel].copy_(now[offset : offset + piece.numel])
+
+    def put_into(self, entries: dict[Piece, Entry]) -> None:
+        self._copy_weights()
+        super().put_into(entries)
+
+    @torch.no_grad()
+    def follow(self, buckets: Iterable[int], scaling: Scaling | None = None) -> None:
+        """Average in the stepped weights of these buckets, unless a GradScaler's `found_inf` has skipped the step."""
+        for number in buckets:
+            average, weight = self.values[number], 1 - self._decay
+            now = self._now(number).to(average.dtype)
+            if scaling is None:
+                average.lerp_(now, weight)
+            else:
+                skips = scaling.found_inf.to(average.device, average.dtype).reshape(())
+                average.lerp_(now, (1 - skips.clamp(max=1)) * weight)
+
+    def _now(self, bucket: int) -> torch.Tensor:
+        """Return what is averaged: the masters, or else the weights themselves."""
+        masters = {} if self._masters is None else self._masters.values
+        return masters[bucket] if bucket in masters else self._memory.buckets[bucket].own
+
+    @torch.no_grad()
+    def swap_in(self) -> None:
+        """Copy the average into this rank's parameters."""
+        if self._masters is not None:
+            self._masters.follow_writes()  # now, because later the weights are the average
+        self.begin()
+        self._before = [bucket.own.clone() for bucket in self._memory.buckets]
+        for number, bucket in enumerate(self._memory.buckets):
+            bucket.own.copy_(self.values[number])
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Copy the weights back into this rank's parameters."""
+        for bucket, values in zip(self._memory.buckets, self._before, strict=bool(self._before)):
+            bucket.own.copy_(values)
+        self._before = []
+
+
+def drop_unused(entries: Mapping[Piece, Entry], memory: FlatMemory, keys: Collection[str]) -> dict[Piece, Entry]:
+    """Return the state without masters and averages that are not kept here: they would be saved again, outdated.
+
+    `keys` are those of the slots that are kept. The state of a frozen piece keeps what it will need when it trains.
+    """
+    live = {piece for bucket in memory.buckets for piece, _ in bucket.placed}
+
+    def stays(piece: Piece, key: str) -> bool:
+        if key not in (MASTER, AVERAGE):
+            return True
+        return piece not in live and key in keys and (key != MASTER or is_kept(memory.plan.params[piece.param]))
+
+    rest = {p: {key: value for key, value in entry.items() if stays(p, key)} for p, entry in entries.items()}
+    return {piece: entry for piece, entry in rest.items() if entry}

@@ -1,9 +1,9 @@
-"""Steps parts of an optimizer's parameters, each once per iteration, for any class of optimizer.
+"""Steps an optimizer's parameters part by part, each once per iteration, for any class of optimizer.
 
-The parts of an optimizer are optimizers: ordinary instances of the same class, each over the parameters of one part. So
-nothing is asked of the class but that it can be built and stepped, and a counter that it keeps per group, per parameter
-or on itself advances once per iteration, as it would unsharded. The whole optimizer is never stepped; it shows the
-state and the options of all parts, and is what is saved and loaded.
+Every part has an optimizer of its own: an ordinary instance of the class, over the parameters of that part. So the
+class need only be built and stepped, and a counter that it keeps per group, per parameter or in an attribute advances
+once per iteration, as it would unsharded. The whole optimizer is never stepped. It has the state and the options of all
+parts, and is what is saved and loaded.
 """
 
 from __future__ import annotations
@@ -15,26 +15,27 @@ from typing import Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from shardstep.optimizers.counters import Counters, resume
-from shardstep.optimizers.local_optimizer import copy_options, is_of_torch
+from shardstep.optimizers.local_optimizer import is_of_torch
+from shardstep.optimizers.optimizer_copy import Counters, resume
+from shardstep.optimizers.param_groups import copy_options
 from shardstep.optimizers.sliced_step import ElementwiseGroups, MakeOptimizer, SlicedStep
-from shardstep.stepping.scaling import Scaling
+from shardstep.stepping.steppers import Scaling
 
 _OF_PARAMS = ("params", "param_names")
 _MUTABLE = (torch.Tensor, list, dict)
 
 
 def takes_scaling(optimizer: Optimizer) -> bool:
-    """Whether its step takes a `Scaling`; if not, the scaler asks the device whether to step at all.
+    """Whether the optimizer's step takes a `Scaling`; if not, the host must wait for `found_inf` before a step.
 
-    Not SGD's with momentum: if its first step is skipped, torch leaves the momentum as the memory was.
+    SGD with momentum does not: if its first step is skipped, torch leaves the momentum's memory uninitialised.
     """
     takes = is_of_torch(type(optimizer)) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     return takes and not (isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups))
 
 
 class PartedOptimizer:
-    """`whole` in parts; `parts[k]` are the parameters of part k, which make up those of `whole`."""
+    """Steps `whole` in parts: `parts[k]` are the parameters of part k, and all parts together are those of `whole`."""
 
     def __init__(
         self,
@@ -49,21 +50,21 @@ class PartedOptimizer:
         self._steps = [SlicedStep(optimizer, make, elementwise) for optimizer in self._optimizers]
         self._is_of_torch = is_of_torch(type(whole))
         self._counters = [Counters(optimizer) for optimizer in self._optimizers]
-        # A part without parameters has nothing to step, and some classes refuse to. But options must advance somewhere.
+        # A part without parameters has nothing to step, and some classes refuse to. But one part must advance options.
         filled = [number for number, part in enumerate(self._params) if part] or list(range(len(self._params)))[-1:]
         self._stepped = range(len(self._params)) if self._is_of_torch else filled
 
     def begin(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """An iteration begins: every part takes the options as they are now.
+        """Begin an iteration: give every part the options as they are now.
 
-        Not one part after the other as they are stepped: a counter that the first has advanced would reach the second.
+        Not when each part is stepped: a counter that the first part has advanced would reach the second.
         """
         for optimizer in self._optimizers:
-            given = param_groups if self._is_of_torch else _own_copies(param_groups)
+            given = param_groups if self._is_of_torch else _copy_mutable(param_groups)
             copy_options(given, optimizer.param_groups)
 
     def step(self, part: int, gradients: Sequence[torch.Tensor | None], scaling: Scaling | None = None) -> None:
-        """Step one part with these gradients; `param.grad` is afterwards what it was before."""
+        """Step one part with these gradients; `param.grad` is restored afterwards."""
         if part not in self._stepped:
             return
         params, attributes = self._params[part], vars(self._optimizers[part])
@@ -83,32 +84,32 @@ class PartedOptimizer:
 
     @torch.no_grad()
     def switch(self, mode: str) -> None:
-        """Call a method of every part that takes nothing."""
+        """Call the method `mode` of every part: `train` or `eval`."""
         for optimizer in self._optimizers:
             getattr(optimizer, mode)()
 
     def end(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """An iteration ends: what parts have written to their options becomes visible. torch's own write nothing."""
+        """End an iteration: copy back options that the class has changed, which torch's own classes never do."""
         if self._optimizers and not self._is_of_torch:
             last = self._optimizers[self._stepped[-1]]
             copy_options(last.param_groups, self._whole.param_groups)
             copy_options(last.param_groups, param_groups)
 
     def counted(self) -> dict[str, Any]:
-        """What the class counts on itself, to be given to `resume` of those that come after."""
+        """Return the class's counters (attributes that are numbers), for `resume` of the instances of the next plan."""
         return self._counters[self._stepped[-1]].advanced() if self._counters else {}
 
     def left_behind(self) -> list[str]:
-        """Attributes that those that come after cannot be given."""
+        """Return the names of changed attributes that cannot be carried over to other instances."""
         return sorted({name for counters in self._counters for name in counters.left_behind()})
 
     def resume(self, counted: Mapping[str, Any]) -> None:
-        """Go on counting where others have stopped."""
+        """Set the class's counters of every part, so that they continue where other instances have stopped."""
         for optimizer in self._optimizers:
             resume(optimizer, counted)
 
     def reload(self) -> None:
-        """The whole optimizer has loaded a state: give every part its own."""
+        """Give every part its state and options of the whole optimizer, which has loaded them."""
         for optimizer, params in zip(self._optimizers, self._params, strict=True):
             optimizer.state.clear()
             own = set(params)
@@ -118,8 +119,8 @@ class PartedOptimizer:
             copy_options(self._whole.param_groups, optimizer.param_groups)
 
 
-def _own_copies(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Options that no other part has: a counter in a tensor or in a list would be advanced by each of them."""
+def _copy_mutable(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copy options that are mutable: a counter in a shared tensor or list would be advanced by each of the parts."""
     groups = [{key: value for key, value in group.items() if key not in _OF_PARAMS} for group in param_groups]
     return [
         {key: copy.deepcopy(value) if isinstance(value, _MUTABLE) else value for key, value in group.items()}
@@ -128,9 +129,9 @@ def _own_copies(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _groups_of(param_groups: Sequence[Mapping[str, Any]], params: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-    """All groups, each with those of its parameters that are among `params`, or with nothing to step.
+    """Return all groups, each with those of its parameters that are among `params`, or with a placeholder.
 
-    Each, also where it has none: a step may count in the options of every group, and these are the same on all ranks.
+    Groups without parameters stay, because a step may count in the options of every group, equally on all ranks.
     """
     wanted = set(params)
     groups: list[dict[str, Any]] = []
@@ -148,7 +149,7 @@ def _groups_of(param_groups: Sequence[Mapping[str, Any]], params: Sequence[torch
 
 
 def placeholder(like: torch.Tensor) -> torch.Tensor:
-    """Stands for the parameters of a group that has none here: a class may look at the first one of each group.
+    """Return a parameter for a group that has none here, because a class may read the first one of each group.
 
     It has no elements, and never a gradient.
     """

@@ -1,10 +1,11 @@
-"""What a step takes for granted: that the model still has the parameters, and that all ranks have the same options.
+"""What must hold before a step: the model still has its parameters, and all ranks have the same options and buffers.
 
-A rank that finds otherwise would raise alone, or step with a rate of its own. So it says a digest of all of it when it
-says that it turns to a step; where digests differ the ranks tell each other the words, before a weight has moved.
+A rank on which something differs would raise alone, or step with a learning rate of its own. So every rank sends a
+digest of all of it before a step. Where digests differ, the ranks exchange the texts behind them and raise, before any
+weight has changed.
 
-[Note: a look] It is taken in every step, at thousands of parameters. `model.parameters()` takes two milliseconds for
-2,000 of them; to see that each is where it was, a tenth of that.
+[Note: cost] The check runs in every step, over thousands of parameters. `model.parameters()` takes two milliseconds for
+2,000 of them; comparing each with the object that was there before takes a tenth of that.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardstep.optimizers.option_lines import Groups, WatchedOptions
+from shardstep.optimizers.param_groups import Groups, WatchedOptions
 
 NBYTES = 8  # of a digest
 
 
 class StepPreconditions:
-    """Of one optimizer. `buffers` are those that follow rank 0, as they were at the last look."""
+    """The preconditions of one optimizer. `buffers` are those that are sent from rank 0, as of the last check."""
 
     def __init__(self, model: nn.Module, *, has_buffers: bool) -> None:
         self._model, self._has_buffers = model, has_buffers
@@ -32,18 +33,18 @@ class StepPreconditions:
         self._found: list[torch.Tensor | None] = []
         self.buffers: list[torch.Tensor] = []
         self._buffer_lines: list[str] = []
-        self._told: tuple[list[str], list[str], str, list[str]] | None = None
+        self._checked: tuple[list[str], list[str], str, list[str]] | None = None  # what the digest was made of
         self._digest = b""
 
     def watch(self, groups: Groups) -> None:
-        """From now on these are the parameters that the model should have, as far as it has them now."""
-        self._options.know(groups)
+        """Expect the model to keep those parameters of `groups` that it has now."""
+        self._options.add_new(groups)
         known = {param for group in groups for param in group["params"]}
         self._names = {name: param for name, param in self._model.named_parameters() if param in known}
         self._watch_places()
 
     def _watch_places(self) -> None:
-        """Where each parameter and each module is found: a dict, and the name in it."""
+        """Note where each parameter and each module is found: a dict, and the name in it."""
         modules = list(self._model.modules())
         known = set(self._names.values())
         places: list[tuple[dict[str, Any], str, Any]] = [
@@ -61,37 +62,38 @@ class StepPreconditions:
         self._module_dicts = [module._modules for module in watched]
         self._module_counts = list(map(len, self._module_dicts))
 
-    # -- a look -------------------------------------------------------------------------------------------------------
+    # -- in every step ------------------------------------------------------------------------------------------------
 
     def look(self, groups: Groups, failure: Exception | None, changes: list[str]) -> bytes:
-        """A digest of what must be the same on all ranks, also of why this one cannot step: `failure`, or its own.
+        """Return a digest of what must be equal on all ranks, including why this one cannot step.
 
-        `changes` say what has been frozen or unfrozen since the plan was made.
+        That is `failure`, or a parameter of the model that was replaced. `changes` say which parameters were frozen or
+        unfrozen since the plan was made.
         """
         self.failure = failure
         if not all(map(is_, map(dict.get, self._dicts, self._keys), self._members)):
             self.failure = failure or self._find_replaced(groups)
         self._look_at_buffers()
-        told = (self._options.lines(groups), self._buffer_lines, repr(self.failure), changes)
-        if self._told is None or told[0] is not self._told[0] or told[1:] != self._told[1:]:
-            self._told = told
+        found = (self._options.lines(groups), self._buffer_lines, repr(self.failure), changes)
+        if self._checked is None or found[0] is not self._checked[0] or found[1:] != self._checked[1:]:
+            self._checked = found
             self._digest = hashlib.blake2b("\n".join(self.lines()).encode(), digest_size=NBYTES).digest()
         return self._digest
 
     def lines(self) -> Iterator[str]:
-        """What the digest is of."""
-        options, buffers, failure, changes = self._told or ([], [], "", [])
+        """Yield the lines behind the digest."""
+        options, buffers, failure, changes = self._checked or ([], [], "", [])
         yield from options
         yield from buffers
         yield from changes
         yield failure
 
     def all_options(self, groups: Groups) -> list[str]:
-        """With those that lie on a device, for which the host waits."""
+        """Return a line for each option, including tensors on a device, for which the host waits."""
         return self._options.all_lines(groups)
 
     def _find_replaced(self, groups: Groups) -> Exception | None:
-        """A parameter that has left the model is no harm, unless another came that nobody steps."""
+        """Return an error if a parameter was replaced by one that nobody steps; None if it only left the model."""
         now = dict(self._model.named_parameters())
         present, stepped = set(now.values()), {param for group in groups for param in group["params"]}
         gone = [name for name, param in self._names.items() if param not in present]

@@ -1,4 +1,4 @@
-"""Steps pieces by the kernels of device_code.py; the host decides nothing that it would have to ask the device for.
+"""Steps pieces with the kernels of device_code.py; the host never waits for a value on the device.
 
 [Note: what the host sends] Two small tables may change from step to step: options, when a scheduler has set one, and
 the addresses of gradients, when the allocator gave them other memory. Each is compared with what was sent last, and
@@ -44,10 +44,10 @@ def is_available(device: torch.device) -> bool:
 class KernelStep:
     """Steps `pieces` in one pass over their memory.
 
-    `groups` are param groups as torch's optimizers have them; what they say when `step` is called counts. With a
-    `seed`, bfloat16 values are rounded by chance (stochastic.py). A step is enqueued on the current stream, and can be
-    captured in a CUDA graph; its gradients are read there and left as they are. If steps come on several streams, each
-    must wait for the one before: they share their tables.
+    `groups` are param groups as torch's optimizers have them; their options are read when `step` is called. With a
+    `seed`, bfloat16 values are rounded stochastically (stochastic.py). A step is enqueued on the current stream, and
+    can be captured in a CUDA graph; its gradients are read there and left as they are. If steps come on several
+    streams, each must wait for the one before: they share their tables.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class KernelStep:
     ) -> None:
         if not pieces:
             raise ValueError("there is no piece to step: make no KernelStep where a rank holds nothing")
-        self._rule, self._groups, self._seed, self._shape = rule, groups, seed, shape
+        self._rule, self._groups, self._seed = rule, groups, seed
         known = [groups[piece.group] if 0 <= piece.group < len(groups) else {} for piece in pieces]
         variants = [
             variant_of(rule, piece, group, stochastic=seed is not None)
@@ -95,7 +95,8 @@ class KernelStep:
         clip: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
     ) -> None:
-        """One gradient for each piece; a piece with None is not stepped. The rest are single numbers on the device.
+        """Step with one gradient for each piece, or None for a piece that is not stepped. The rest are scalars on the
+        device.
 
         Gradients are divided by `grad_scale` and multiplied with `clip`. Where `found_inf` is not 0 nothing changes,
         nor is the step counted.
@@ -186,7 +187,7 @@ class KernelStep:
 
 
 class _Launch:
-    """Of one batch: what its kernel is compiled for, and over how many blocks it goes."""
+    """The launch of one batch: what its kernel is compiled for, and over how many blocks it goes."""
 
     def __init__(self, batch: Batch, tl: Any, shape: BlockShape) -> None:
         variant = batch.variant
@@ -209,12 +210,12 @@ class _Launch:
         }
 
     def look_at(self, addresses: Sequence[int]) -> None:
-        """Gradients have moved."""
+        """Check again whether all addresses are aligned: those of the gradients have changed."""
         self.aligned = self._batch.aligned and are_aligned([addresses[index] for index in self._batch.pieces])
 
 
 def _send(numbers: Sequence[float], table: torch.Tensor) -> None:
-    """Without waiting; see [Note: what the host sends]."""
+    """Copy numbers into a table on the device without waiting; see [Note: what the host sends]."""
     if table.device.type == "cpu":
         table.copy_(torch.tensor(numbers, dtype=table.dtype, device="cpu"))
         return

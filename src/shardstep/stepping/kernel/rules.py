@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardstep.optimizers.local_optimizer import qualified_name
+from shardstep.optimizers.local_optimizer import bare_class, qualified_name
 
 
 class Rule(IntEnum):
@@ -29,7 +29,7 @@ _RULES = {
     "torch.optim.sgd.SGD": Rule.SGD,
     "lion_pytorch.lion_pytorch.Lion": Rule.LION,
 }
-# All that the constructors take, as of torch 2.11 to 2.15. An option that is not here was read by nobody.
+# All that the constructors take, as of torch 2.11 to 2.15. The kernel does not know any other option.
 _READ = {
     "params", "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable",
     "fused", "decoupled_weight_decay", "momentum", "dampening", "nesterov", "use_triton",
@@ -42,12 +42,12 @@ SCALARS = 9
 
 
 def rule_of(optimizer_class: Any) -> Rule:
-    """Of a class that `supports` has nothing against."""
+    """Return the rule of a class that `supports` accepts."""
     return _RULES[qualified_name(optimizer_class)]
 
 
 def supports(optimizer_class: Any, group: Mapping[str, Any]) -> str | None:
-    """Why the kernel does not step like this class with these options, in words; None if it does.
+    """Return why the kernel does not step like this class with these options; None if it does.
 
     `group` are the options of a param group, with what the class was built with. Whether they ask for foreach, fused or
     capturable makes no difference but in rounding.
@@ -57,7 +57,7 @@ def supports(optimizer_class: Any, group: Mapping[str, Any]) -> str | None:
     if rule is None:
         return f"{name} is not one of {', '.join(_RULES)}; a subclass may step in another way"
     options = {**_bound(optimizer_class), **group}
-    unread = _unread_options(_class_of(optimizer_class))
+    unread = _unread_options(bare_class(optimizer_class))
     if unread:
         return f"{name} takes {unread[0]!r}, which is newer than the kernel"
     if options.get("differentiable"):
@@ -80,7 +80,7 @@ def is_decoupled(rule: Rule, group: Mapping[str, Any]) -> bool:
 
 
 def scalars_of(rule: Rule, group: Mapping[str, Any]) -> list[float]:
-    """What `LR` to `DECOUPLED` name. A learning rate on a device is not waited for: 0 stands in its place."""
+    """Return the numbers `LR` to `DECOUPLED`. A learning rate on a device is not waited for: it is 0 here."""
     lr = group["lr"]
     beta1, beta2 = group.get("betas", (0.0, 0.0))
     return [
@@ -106,14 +106,8 @@ def _unread_options(optimizer_class: Any) -> list[str]:
     return [name for name in inspect.signature(optimizer_class).parameters if name not in _READ]
 
 
-def _class_of(optimizer_class: Any) -> Any:
-    while isinstance(optimizer_class, partial):
-        optimizer_class = optimizer_class.func
-    return optimizer_class
-
-
 def _bound(optimizer_class: Any) -> dict[str, Any]:
-    """Options that a partial was given."""
+    """Return the options that a `functools.partial` was given."""
     bound: dict[str, Any] = {}
     while isinstance(optimizer_class, partial):
         bound = {**optimizer_class.keywords, **bound}

@@ -1,4 +1,4 @@
-"""Rounding to bfloat16 up or down by chance, so that the mean of many roundings is the number itself.
+"""Stochastic rounding to bfloat16: up or down at random, so that the mean of many roundings is the number itself.
 
 A weight in bfloat16 has eight bits: an update below a 512th of it is lost when every step rounds to the nearest. Here
 the sixteen bits that go are compared with sixteen bits of noise, and the chance to round up is what they say, exactly.
@@ -28,7 +28,7 @@ Bits = TypeVar("Bits", int, torch.Tensor)
 
 
 def mix(bits: Bits) -> Bits:
-    """A permutation of the numbers below 2^32 that looks like none."""
+    """Apply a pseudo-random permutation of the numbers below 2^32."""
     first, second = MULTIPLIERS
     bits = ((bits ^ (bits >> 15)) * first) & MASK
     bits = ((bits ^ (bits >> 12)) * second) & MASK
@@ -37,7 +37,7 @@ def mix(bits: Bits) -> Bits:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Of one parameter in one step. `step` counts from 1, as the optimizer's own does after it was advanced."""
+    """The noise of one parameter in one step. `step` counts from 1, like the optimizer's after it was advanced."""
 
     seed: int
     step: int
@@ -53,7 +53,7 @@ class Noise:
         return key
 
     def bits(self, start: int, stop: int, device: torch.device | None = None) -> torch.Tensor:
-        """Sixteen for each of the parameter's elements [start, stop), in int64."""
+        """Return sixteen random bits for each of the parameter's elements [start, stop), in int64."""
         first, second = self.keys()
         index = torch.arange(start, stop, dtype=torch.int64, device=device or "cpu")
         mixed = mix(((index & MASK) + first) & MASK)
@@ -61,7 +61,7 @@ class Noise:
 
 
 def round_to_bfloat16(values: torch.Tensor, noise: Noise, start: int = 0) -> torch.Tensor:
-    """`values` are float32, and elements of the parameter from `start` on."""
+    """Round float32 values stochastically; they are elements of the parameter from `start` on."""
     if values.dtype is not torch.float32:
         raise TypeError(f"stochastic rounding is from float32, not from {values.dtype}: call .float() before")
     flat = values.detach().reshape(-1)

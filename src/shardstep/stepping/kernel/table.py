@@ -1,4 +1,4 @@
-"""What a kernel must know of the pieces that it steps: where they lie, in tables on the device that are built once."""
+"""Tables on the device that tell a kernel which pieces to step and where they lie; built once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KernelPiece:
-    """Elements of one parameter, or of neighbours with the same options, that lie side by side; and what belongs to
-    them.
+    """Elements of one parameter, or of neighbours with the same options, that lie side by side, and their state.
 
     Everything is contiguous and of the same number of elements; `master` is float32, the moments are of one dtype.
     Whoever gives memory of these another place makes a new `KernelStep`.
@@ -36,8 +35,8 @@ class KernelPiece:
     largest: torch.Tensor | None = None  # max_exp_avg_sq
     master: torch.Tensor | None = None  # None: `values` are also what is stepped
     gradient_dtype: torch.dtype | None = None  # None: that of `values`
-    # For noise alone: which parameter of the model, and where in it the piece begins. Rounded by chance, a piece is of
-    # one parameter: in one of several, the noise would depend on how ranks cut and join them.
+    # For noise only: which parameter of the model, and where in it the piece begins. With stochastic rounding a piece
+    # is of one parameter, or noise would depend on how ranks cut and join pieces.
     param: int = 0
     start: int = 0
 
@@ -62,7 +61,7 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """All that a kernel is compiled for. Pieces of one variant are stepped in one launch."""
+    """Everything that a kernel is compiled for. Pieces of one variant are stepped in one launch."""
 
     rule: Rule
     values: torch.dtype
@@ -102,7 +101,7 @@ class Batch:
 
 
 class Table:
-    """Of all pieces: a row for each, and for each variant a number for each block.
+    """A row for each piece, and for each variant a number for each block.
 
     A block's number costs eight bytes, beside some 28,000 that the block's step moves. The other way, to search the
     pieces' first blocks in every program, would put several loads in a row before the first that does something.
@@ -141,7 +140,7 @@ def _row(piece: KernelPiece) -> list[int]:
 
 
 def find_problems(pieces: Sequence[KernelPiece], variants: Sequence[Variant], groups: int) -> list[str]:
-    """Every reason why these cannot be stepped, as sentences; empty if there is none."""
+    """Return every reason why these pieces cannot be stepped, as sentences; empty if there is none."""
     problems = [
         f"piece {index}: {words}"
         for index, (piece, variant) in enumerate(zip(pieces, variants, strict=True))
