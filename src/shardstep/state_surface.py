@@ -1,4 +1,4 @@
-"""A sharded optimizer's state: shown, saved and loaded."""
+"""The part of a sharded optimizer that shows, saves and loads its state."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from shardstep.optimizers.optimizer_copy import beside_state, run_post_hooks, ru
 from shardstep.planning import Layout, Piece
 from shardstep.state.consolidation import consolidate
 from shardstep.state.reading import read_saved
-from shardstep.state.sharded_state import PartOfState, assemble, joined, parts_by_place
+from shardstep.state.sharded_state import PartOfState, assemble, join_parts, parts_by_param
 from shardstep.state.state_dict import ShownState, pack_groups, shown_state
 from shardstep.stepping.element_state import Entry
 
 
 class StateSurface(Optimizer):
-    """The part of a ShardedOptimizer that has to do with state."""
+    """The part of a ShardedOptimizer that shows, saves and loads state."""
 
     _engine: Engine
     _channel: Channel
@@ -86,9 +86,9 @@ class StateSurface(Optimizer):
         if self._engine.saved.is_here:
             return {place: copy.copy(entry) for place, entry in self._engine.saved.read(self._channel.rank).items()}
         params = params_of(self.param_groups)
-        own = parts_by_place(self._engine.share.entries(), params)
+        own = parts_by_param(self._engine.share.entries(), params)
         if self._channel.world_size == 1:
-            return joined(own)
+            return join_parts(own)
         if not own and self._engine.saved.is_new:
             return {}  # nor has any other rank
         # torch.distributed.checkpoint.state_dict wants an entry of every parameter, on every rank.

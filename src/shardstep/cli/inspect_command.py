@@ -65,7 +65,7 @@ def inspect_path(
 
 def _summaries(path: Path, kind: Any, console: Console, *, quick: bool) -> list[Summary]:
     # Only now: `--help` need not wait for torch.
-    from shardstep.checkpoint.folder import find
+    from shardstep.checkpoint.folder import find_checkpoints
     from shardstep.convert.detect import Kind
     from shardstep.convert.inspection import inspect_checkpoint, inspect_folder, inspect_foreign, nbytes_at
     from shardstep.convert.run import Wanted, describe
@@ -76,7 +76,7 @@ def _summaries(path: Path, kind: Any, console: Console, *, quick: bool) -> list[
         told = begin("checked", 0 if quick else nbytes_at(path))
         if kind is Kind.RUN:
             return inspect_folder(path, told, quick=quick)
-        return [inspect_checkpoint(find(path)[0][0], told, quick=quick)]
+        return [inspect_checkpoint(find_checkpoints(path)[0][0], told, quick=quick)]
 
 
 # -- for a person ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 from enum import Enum
 from pathlib import Path
 
-from shardstep.checkpoint.folder import find, is_checkpoint
+from shardstep.checkpoint.folder import find_checkpoints, is_checkpoint
 from shardstep.checkpoint.manifest import CONTENTS, MANIFEST, METADATA
 
 
@@ -37,7 +37,7 @@ def recognise(path: Path) -> Kind:
     if path.is_dir():
         return _folder(path)
     if not path.exists():
-        if find(path)[0]:  # one that a save had put aside when it was killed
+        if find_checkpoints(path)[0]:  # one that a save had put aside when it was killed
             return Kind.SHARDSTEP
         raise FileNotFoundError(f"there is nothing at {path}")
     if is_checkpoint(path.parent) and (path.name in _OUR_FILES or path.suffix == ".distcp"):

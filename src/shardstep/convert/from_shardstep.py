@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from shardstep.checkpoint.contents import MODEL, state_key
-from shardstep.checkpoint.folder import Found, checksum_problems, find, size_problems
+from shardstep.checkpoint.folder import Checkpoint, checksum_problems, find_checkpoints, size_problems
 from shardstep.checkpoint.manifest import Contents, StoredTensor, read_contents
 from shardstep.checkpoint.storage import dtype_of
 from shardstep.convert.source import Group, Lazy, Source, SourceError, Trained
 from shardstep.convert.stored import Place, stored_lazily
-from shardstep.state.serialization import Reader
+from shardstep.state.serialization import Decoder
 
 Told = Callable[[int], None]
 
 
-def choose(path: Path, told: Told = lambda nbytes: None) -> tuple[Found, list[str]]:
+def choose(path: Path, told: Told = lambda nbytes: None) -> tuple[Checkpoint, list[str]]:
     """The checkpoint itself, or the newest whole one of a folder; and why newer ones were passed over."""
-    found, passed_over = find(path)
+    found, passed_over = find_checkpoints(path)
     for one in found:
         problems = list(size_problems(one)) or list(checksum_problems(one, sorted(one.manifest.files), told))
         if not problems:
@@ -35,7 +35,7 @@ def read(path: Path, told: Told = lambda nbytes: None) -> Source:
     return source
 
 
-def describe(found: Found) -> Source:
+def describe(found: Checkpoint) -> Source:
     """Whether its files are whole is not asked."""
     contents = read_contents(found.path, found.manifest)
     source = Source("a checkpoint of shardstep", found.path)
@@ -50,7 +50,7 @@ def describe(found: Found) -> Source:
     for name, parameter in contents.parameters.items():
         trained = Trained(parameter.shape, dtype_of(StoredTensor((), parameter.dtype, ())))
         trained.state = {key: reader.lazy(state_key(name, key)) for key in parameter.state}
-        trained.values = dict(Reader(parameter.values).state) if parameter.values else {}
+        trained.values = dict(Decoder(parameter.values).state) if parameter.values else {}
         source.trained[name] = trained
     groups = reader.text(contents.groups, "optim.options")["groups"]
     source.groups = [Group(tuple(one["params"]), dict(one["options"]), one["class"]) for one in groups]
@@ -73,7 +73,7 @@ class _Reader:
         return stored_lazily(self._folder, key, stored.shape, dtype_of(stored), chunks)
 
     def text(self, text: str, prefix: str) -> Any:
-        reader = Reader(text)
-        for number, target in enumerate(reader.landing):
+        decoder = Decoder(text)
+        for number, target in enumerate(decoder.buffers):
             self.lazy(f"{prefix}.{number}").copy_to(target)
-        return reader.state
+        return decoder.state

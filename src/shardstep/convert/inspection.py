@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardstep.checkpoint.folder import Found, checkpoints_in, checksum_problems, find, size_problems
+from shardstep.checkpoint.folder import Checkpoint, checkpoints_in, checksum_problems, find_checkpoints, size_problems
 from shardstep.convert import from_shardstep
 from shardstep.convert.detect import Kind
 from shardstep.convert.from_torch import BESIDE
@@ -50,7 +50,7 @@ class Summary:
         return not self.problems
 
 
-def inspect_checkpoint(found: Found, told: Told = lambda nbytes: None, *, quick: bool = False) -> Summary:
+def inspect_checkpoint(found: Checkpoint, told: Told = lambda nbytes: None, *, quick: bool = False) -> Summary:
     manifest = found.manifest
     summary = Summary(str(found.path), Kind.SHARDSTEP.value, manifest.saved, dict(manifest.writer))
     summary.files, summary.checked = len(manifest.files), "sizes" if quick else "sizes and checksums"
@@ -80,7 +80,7 @@ def inspect_foreign(source: Source) -> Summary:
 
 def nbytes_at(path: Path) -> int:
     """To be checked."""
-    return sum(file.nbytes for one in find(path)[0] for file in one.manifest.files.values())
+    return sum(file.nbytes for one in find_checkpoints(path)[0] for file in one.manifest.files.values())
 
 
 def _count(summary: Summary, source: Source) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardstep.checkpoint.folder import find
+from shardstep.checkpoint.folder import find_checkpoints
 from shardstep.convert import (
     from_dcp,
     from_deepspeed,
@@ -103,5 +103,5 @@ def describe(wanted: Wanted, progress: Progress = silent) -> Source:
 
 
 def _total(src: Path) -> int:
-    found = find(src)[0]
+    found = find_checkpoints(src)[0]
     return sum(file.nbytes for file in found[0].manifest.files.values()) if found else 0

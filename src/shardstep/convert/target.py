@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardstep.checkpoint.folder import check_not_inside, converted_of, sync
+from shardstep.checkpoint.folder import check_not_inside, converted_path, sync
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def writing(path: Path, *, force: bool) -> Iterator[Target]:
     made = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
-    target = Target(path, converted_of(path, token), token)
+    target = Target(path, converted_path(path, token), token)
     try:
         yield target
         check_free(path, force=force)  # conversions take long: somebody else may have written there

@@ -18,8 +18,7 @@ import torch
 from shardstep.checkpoint.contents import MODEL, STATE, state_key
 from shardstep.checkpoint.folder import next_sequence
 from shardstep.checkpoint.manifest import Contents, Parameter, StoredTensor, WrittenFile
-from shardstep.checkpoint.sealing import seal
-from shardstep.checkpoint.storage import Part, StoredObject, metadata_bytes, write_objects, write_parts
+from shardstep.checkpoint.storage import Part, StoredObject, metadata_bytes, write_manifest, write_objects, write_parts
 from shardstep.convert.source import Lazy, Source, SourceError, cut
 from shardstep.convert.target import Target
 from shardstep.state.serialization import encode
@@ -65,7 +64,9 @@ def write(source: Source, target: Target, told: Told) -> None:
         tuple(text for text, _ in own),
     )
     described = metadata_bytes(written.tensors, objects, _paths(source, written, objects))
-    seal(folder, contents, written.files, described, next_sequence(target.path.parent), converted_from=source.kind)
+    write_manifest(
+        folder, contents, written.files, described, next_sequence(target.path.parent), converted_from=source.kind
+    )
 
 
 def _encoded_extra(source: Source) -> tuple[str, list[torch.Tensor], list[tuple[str, list[torch.Tensor]]]]:

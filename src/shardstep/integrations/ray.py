@@ -26,8 +26,8 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from torch import nn
 
 from shardstep.checkpoint.loading import Extra, load
+from shardstep.checkpoint.ranks import ranks_of
 from shardstep.checkpoint.saving import save
-from shardstep.checkpoint.together import ranks_of
 
 
 def report(
@@ -36,7 +36,7 @@ def report(
     """`shardstep.save` into the run's storage, and `ray.train.report` of it. Called on all workers."""
     # Not a number that counts: a run that was restored would count again from the start.
     name = f"checkpoint_{datetime.now(timezone.utc):%Y-%m-%d_%H-%M-%S.%f}"
-    folder = _storage() / ranks_of(optimizer, model).told(name)
+    folder = _storage() / ranks_of(optimizer, model).broadcast_text(name)
     save(folder, model, optimizer, extra=extra)
     first = ray.train.get_context().get_world_rank() == 0
     checkpoint = Checkpoint.from_directory(str(folder)) if first else None

@@ -1,6 +1,6 @@
-"""Blocks of a tensor: how a range of its elements looks in its own shape, in pieces of bounded size.
+"""Convert a range of a flattened tensor into views that are blocks of the tensor's own shape, of bounded size.
 
-A checkpoint knows shapes and nothing of ranks, so what a rank holds is written, and read, as such blocks.
+A checkpoint stores tensors in their shapes, without ranks, so each rank writes and reads its ranges as such blocks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import torch
 from shardstep.params.views import storage_order
 from shardstep.planning.geometry import boxes, reordered, split
 
-MOST_NBYTES = 64 * 1024 * 1024  # of one block, which is what a reader holds beside its own
+MOST_NBYTES = 64 * 1024 * 1024  # of one block: a reader needs that much memory beside its own tensors
 
 
 class Block(NamedTuple):
+    """A block of a tensor at `offsets`; `values` is a view."""
+
     offsets: tuple[int, ...]
-    values: torch.Tensor  # a view
+    values: torch.Tensor
 
 
 def blocks_of_range(like: torch.Tensor, values: torch.Tensor, start: int, stop: int) -> Iterator[Block]:
-    """Elements [start, stop) of a tensor like `like`, given flat and in the order of its memory."""
+    """Yield the blocks of elements [start, stop) of a tensor like `like`; `values` has them flat, in memory order."""
     order = storage_order(like)
     back = [order.index(dim) for dim in range(like.dim())]
     for whole in boxes([like.shape[dim] for dim in order], start, stop):
@@ -32,6 +34,7 @@ def blocks_of_range(like: torch.Tensor, values: torch.Tensor, start: int, stop: 
 
 
 def blocks_of_whole(values: torch.Tensor) -> Iterator[Block]:
+    """Yield the blocks of all elements of `values`."""
     for whole in boxes(values.shape, 0, values.numel()):
         for box in split(whole, _most(values)):
             block = values

@@ -1,4 +1,4 @@
-"""Options from a rank that still has inputs to those that have run out of them: there no scheduler runs any more."""
+"""Copy the options of a rank that still has inputs to ranks in torch's Join without inputs, where no scheduler runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Groups = Sequence[dict[str, Any]]
 def hand_over(
     channel: Channel, donor: int, away: Sequence[int], groups: Groups, told: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options of rank `donor` for the ranks that are `away`; called on all ranks. Returns what it has `told`."""
+    """Copy the options of rank `donor` into the groups of the ranks that are `away`, and return the donor's `told`.
+
+    Called on all ranks. `told` are further values that the donor sends along.
+    """
     if channel.rank == donor:
         text, tensors = encode({"options": [sendable(group) for group in groups], "told": told})
         for rank in away:
@@ -33,7 +36,7 @@ def hand_over(
 
 @torch.no_grad()
 def _take(group: dict[str, Any], key: str, value: Any) -> None:
-    """A tensor stays the one that it was, on its device: a scheduler, or a graph, may hold it."""
+    """Set an option. A tensor is written in place, because a scheduler or a CUDA graph may refer to it."""
     own = group.get(key)
     if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
         own.copy_(value)
@@ -42,7 +45,7 @@ def _take(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def sendable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that can be sent; an object of the program's own is the same on every rank anyway."""
+    """Return the options that can be encoded. Objects of other classes are left out: each rank has its own."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {key: value for key, value in options.items() if _can_be_sent(value)}
 
