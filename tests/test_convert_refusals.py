@@ -257,7 +257,7 @@ def test_a_description_that_does_not_cover_a_tensor_is_refused(tmp_path):
     description = pickle.loads((made / ".metadata").read_bytes())
     description.state_dict_metadata["model.a"].size = torch.Size([5])
     (made / ".metadata").write_bytes(pickle.dumps(description))
-    with pytest.raises(SourceError, match=r"of the 5 elements of model\.a 2 are stored"):
+    with pytest.raises(SourceError, match=r"incomplete: 2 of the 5 elements of model\.a are stored"):
         to("torch", made, tmp_path / "made.pt")
 
 

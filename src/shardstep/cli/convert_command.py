@@ -56,10 +56,10 @@ def convert_path(
     if problems:
         leave("convert", MISUSED, *problems)
     # Only now: `--help` need not wait for torch.
-    from shardstep.convert.run import Wanted, convert
+    from shardstep.convert.run import ConvertRequest, convert
 
     console = Console(highlight=False, markup=False)
-    wanted = Wanted(src, dst, to, force, names, also, not no_extra, with_state, shard_mb * _MEGABYTE)
+    wanted = ConvertRequest(src, dst, to, force, names, also, not no_extra, with_state, shard_mb * _MEGABYTE)
     try:
         with show_bytes(console) as progress:
             done = convert(wanted, progress)

@@ -36,11 +36,11 @@ def inspect_path(
         shardstep inspect run/step-1000 --quick
         shardstep inspect weights.safetensors --json
     """
-    from shardstep.convert.detect import Kind, recognise
+    from shardstep.convert.detect import Kind, detect_kind
 
     console = Console(highlight=False, markup=False)
     try:
-        kind = recognise(path)
+        kind = detect_kind(path)
     except RuntimeError as error:
         leave("inspect", FAILED, str(error))
     except (ValueError, OSError) as error:
@@ -68,15 +68,15 @@ def _summaries(path: Path, kind: Any, console: Console, *, quick: bool) -> list[
     from shardstep.checkpoint.folder import find_checkpoints
     from shardstep.convert.detect import Kind
     from shardstep.convert.inspection import inspect_checkpoint, inspect_folder, inspect_foreign, nbytes_at
-    from shardstep.convert.run import Wanted, describe
+    from shardstep.convert.run import ConvertRequest, describe
 
     if kind not in (Kind.SHARDSTEP, Kind.RUN):
-        return [inspect_foreign(describe(Wanted(path, path, "dcp")))]
+        return [inspect_foreign(describe(ConvertRequest(path, path, "dcp")))]
     with show_bytes(console) as begin:
-        told = begin("checked", 0 if quick else nbytes_at(path))
+        on_bytes = begin("checked", 0 if quick else nbytes_at(path))
         if kind is Kind.RUN:
-            return inspect_folder(path, told, quick=quick)
-        return [inspect_checkpoint(find_checkpoints(path)[0][0], told, quick=quick)]
+            return inspect_folder(path, on_bytes, quick=quick)
+        return [inspect_checkpoint(find_checkpoints(path)[0][0], on_bytes, quick=quick)]
 
 
 # -- for a person ------------------------------------------------------------------------------------------------------
