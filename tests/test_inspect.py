@@ -180,7 +180,7 @@ def test_notes_are_told(run, tmp_path):
         (["--to", "onnx"], "--to must be torch, dcp or safetensors, got 'onnx'."),
         (["--to", "dcp", "--with-state"], "--with-state is for --to safetensors"),
         (["--to", "safetensors", "--shard-mb", "0"], "--shard-mb must be at least 1, got 0."),
-        (["--to", "dcp", "--names", "no-such-file"], "--names must be a file, and no-such-file is none."),
+        (["--to", "dcp", "--names", "no-such-file"], "--names must be a file, and no-such-file is not a file."),
     ],
 )
 def test_bad_arguments_get_a_sentence_and_status_2(run, tmp_path, arguments, sentence):
