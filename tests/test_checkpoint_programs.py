@@ -339,7 +339,7 @@ def loads_averages(folder: str) -> list[str]:
 
 def test_averages_that_have_no_place_or_no_source_are_told_of(workers, tmp_path):
     for told in workers(2).run(loads_averages, str(tmp_path)):
-        assert ["keeps none" in told[0], "begin with the weights" in told[1]] == [True, True]
+        assert ["keeps none" in told[0], "begin with the loaded weights" in told[1]] == [True, True]
 
 
 def narrows(folder: str) -> None:

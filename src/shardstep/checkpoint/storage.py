@@ -240,7 +240,7 @@ def read_blocks(folder: Path, tensors: Mapping[str, StoredTensor], requests: Ite
         try:
             reader.read_data(LoadPlan(items), planner).wait()
         except pickle.UnpicklingError as error:
-            # torch's own error advises to read the file with weights_only=False, which would run its code.
+            # torch's own error advises to read the file without this check, which would run its code.
             raise DamagedError(
                 f"{folder / name} has an object in place of a tensor: it was changed after it was written, perhaps to "
                 "run code when it is read; no code was run"
