@@ -88,15 +88,15 @@ def test_a_tensor_larger_than_a_block_is_read_and_written_in_blocks(tmp_path, mo
 
     import shardstep
     from converting import to
-    from shardstep.convert import source
+    from shardstep.state.blocks import blocks_of_whole
 
     model = nn.Linear(64, 64)
     monkeypatch.setattr("shardstep.state.blocks.MOST_NBYTES", 1024)
-    monkeypatch.setattr(source, "MOST_NBYTES", 1024)
     shardstep.save(tmp_path / "saved", model)
     sizes = []
     monkeypatch.setattr(
-        "shardstep.convert.to_dcp.cut_blocks", lambda block: sizes.append(block.nbytes) or source.cut_blocks(block)
+        "shardstep.convert.to_dcp.blocks_of_whole",
+        lambda block: sizes.append(block.nbytes) or blocks_of_whole(block),
     )
     to("dcp", tmp_path / "saved", tmp_path / "made")
     assert max(sizes) <= 1024

@@ -338,8 +338,8 @@ RETURNED: dict[str, Any] = {
     r"optimizer 0 of configure_optimizers is AdamW: return shardstep\.shard\(self": lambda module: optim.AdamW(
         module.parameters()
     ),
-    r"is the drop-in, which needs DDP: use Trainer\(strategy='ddp'\)": lambda module: (
-        shardstep.ZeroRedundancyOptimizer(module.parameters(), optim.AdamW, lr=0.1)
+    r"is the drop-in, which needs DDP: use Trainer\(strategy='ddp'\)": lambda module: shardstep.ZeroRedundancyOptimizer(
+        module.parameters(), optim.AdamW, lr=0.1
     ),
     "was made for a Sequential, and checkpoints need names of the whole module": lambda module: shardstep.shard(
         module.net, optim.AdamW, lr=0.1

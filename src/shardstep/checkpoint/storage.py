@@ -128,10 +128,10 @@ def join_chunks(one: StoredTensor | None, other: StoredTensor) -> StoredTensor:
 
 def _to_own_storage(values: torch.Tensor) -> torch.Tensor:
     """Return a contiguous CPU tensor whose storage has only its elements, because torch.save writes whole storages."""
-    near = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    start = near.storage_offset() * near.element_size()
-    storage: Any = near.untyped_storage()[start : start + near.nbytes]
-    return torch.empty(0, dtype=near.dtype, device="cpu").set_(storage, 0, near.shape, near.stride())
+    on_cpu = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    start = on_cpu.storage_offset() * on_cpu.element_size()
+    storage: Any = on_cpu.untyped_storage()[start : start + on_cpu.nbytes]
+    return torch.empty(0, dtype=on_cpu.dtype, device="cpu").set_(storage, 0, on_cpu.shape, on_cpu.stride())
 
 
 class _CheckedStream:

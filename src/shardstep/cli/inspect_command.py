@@ -69,10 +69,10 @@ def _summaries(path: Path, kind: Any, console: Console, *, quick: bool) -> list[
     from shardstep.checkpoint.folder import find_checkpoints
     from shardstep.convert.detect import Kind
     from shardstep.convert.inspection import inspect_checkpoint, inspect_folder, inspect_foreign, nbytes_at
-    from shardstep.convert.run import ConvertRequest, describe
+    from shardstep.convert.run import ConvertRequest, describe_source
 
     if kind not in (Kind.SHARDSTEP, Kind.RUN):
-        return [inspect_foreign(describe(ConvertRequest(path, path, "dcp")))]
+        return [inspect_foreign(describe_source(ConvertRequest(path, path, "dcp")))]
     with show_bytes(console) as begin:
         on_bytes = begin("checked", 0 if quick else nbytes_at(path))
         if kind is Kind.RUN:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardstep.convert.source import Group, LazyTensor, Source, SourceError, TrainedParameter
+from shardstep.convert.source import LazyTensor, Source, SourceError, SourceGroup, TrainedParameter
 from shardstep.convert.stored import FileRange, lazy_from_chunks, read_object
 from shardstep.convert.unpickling import read_description
 from shardstep.state.serialization import encode
@@ -142,7 +142,7 @@ def _extend_prefix(keys: list[str], prefix: str) -> str:
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-def _groups(folder: _Folder, optimizer: str, below: Iterable[str]) -> list[Group]:
+def _groups(folder: _Folder, optimizer: str, below: Iterable[str]) -> list[SourceGroup]:
     prefix = optimizer + _GROUPS
     options = {key.removeprefix(prefix): key for key in below if key.startswith(prefix)}
     if any(key.endswith(".params") and key.split(".", 1)[0].isdigit() for key in options):
@@ -150,7 +150,7 @@ def _groups(folder: _Folder, optimizer: str, below: Iterable[str]) -> list[Group
     return _flattened_groups(folder, options)
 
 
-def _nested_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group]:
+def _nested_groups(folder: _Folder, options: Mapping[str, str]) -> list[SourceGroup]:
     """Return groups that were saved as <number>.<option> and <number>.params."""
     nested = _nest({tuple(_steps(short)): folder.value(key) for short, key in options.items()})
     groups = []
@@ -163,11 +163,11 @@ def _nested_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group]:
                 f"{folder.path} has numbers in place of the parameters' names: save the optimizer's state that "
                 "get_optimizer_state_dict(model, optimizer) returns"
             )
-        groups.append(Group(tuple(names), group))
+        groups.append(SourceGroup(tuple(names), group))
     return groups
 
 
-def _flattened_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group]:
+def _flattened_groups(folder: _Folder, options: Mapping[str, str]) -> list[SourceGroup]:
     """Return groups that were saved as <parameter>.<option>; parameters with equal options make one group."""
     found: dict[str, dict[tuple[Any, ...], Any]] = {}
     for short, key in options.items():
@@ -181,7 +181,7 @@ def _flattened_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group
         text, tensors = encode(dict(sorted(own.items())))
         mark = text + json.dumps([tensor.tolist() for tensor in tensors])
         together.setdefault(mark, []).append(name)
-    return [Group(tuple(names), by_name[names[0]]) for names in together.values()]
+    return [SourceGroup(tuple(names), by_name[names[0]]) for names in together.values()]
 
 
 def _add_state(source: Source, folder: _Folder, prefix: str, below: Iterable[str]) -> None:

@@ -19,18 +19,10 @@ from typing import Any
 import torch
 
 from shardstep.convert.from_torch import check_dense, take_model
-from shardstep.convert.source import (
-    Block,
-    Group,
-    LazyTensor,
-    Source,
-    SourceError,
-    TrainedParameter,
-    cut_blocks,
-    lazy_tensor,
-)
+from shardstep.convert.source import LazyTensor, Source, SourceError, SourceGroup, TrainedParameter, lazy_tensor
 from shardstep.convert.unpickling import load_torch_file
-from shardstep.planning.geometry import boxes
+from shardstep.planning.geometry import boxes_of_range
+from shardstep.state.blocks import Block, blocks_of_whole
 from shardstep.stepping.masters import MASTER, NARROW
 
 _MODEL_FILE = "mp_rank_00_model_states.pt"
@@ -191,10 +183,10 @@ class _FlatGroup:
 def _blocks(shape: tuple[int, ...], ranges: Sequence[torch.Tensor]) -> Iterator[Block]:
     start = 0
     for flat in ranges:
-        for box in boxes(shape, start, start + flat.numel()):
+        for box in boxes_of_range(shape, start, start + flat.numel()):
             values = flat[box.start - start : box.start - start + box.numel].view(box.sizes)
-            for offsets, part in cut_blocks(values):
-                yield tuple(a + b for a, b in zip(box.offsets, offsets, strict=True)), part
+            for offsets, part in blocks_of_whole(values):
+                yield Block(tuple(a + b for a, b in zip(box.offsets, offsets, strict=True)), part)
         start += flat.numel()
 
 
@@ -212,7 +204,7 @@ def _add_group(source: Source, flat: _FlatGroup, shapes: Mapping[str, Any]) -> N
             _add_state(trained, flat, name, key)
         if counter is not None and trained.state:
             trained.state["step"] = lazy_tensor(torch.tensor(float(counter)))
-    source.groups.append(Group(tuple(shapes), options))
+    source.groups.append(SourceGroup(tuple(shapes), options))
 
 
 def _add_state(trained: TrainedParameter, flat: _FlatGroup, name: str, key: str) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.contents import STATE
-from shardstep.convert.source import LazyTensor, Source, SourceError, cut_blocks, lazy_tensor
+from shardstep.convert.source import LazyTensor, Source, SourceError, lazy_tensor
 from shardstep.convert.to_safetensors import DTYPES, INDEX, SUFFIX
+from shardstep.state.blocks import blocks_of_whole
 
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _MOST_HEADER = 100_000_000  # bytes: the limit of the safetensors package
@@ -97,7 +98,7 @@ def _tensor(path: Path, memory: Any, base: int, key: str, entry: Any) -> LazyTen
         return LazyTensor(
             shape,
             dtype,
-            lambda: cut_blocks(
+            lambda: blocks_of_whole(
                 torch.frombuffer(bytearray(memory[base + start : base + stop]), dtype=dtype).view(shape)
             ),
         )

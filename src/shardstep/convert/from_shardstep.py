@@ -9,7 +9,7 @@ from shardstep.checkpoint.contents import MODEL, state_key
 from shardstep.checkpoint.folder import Checkpoint, checksum_problems, find_checkpoints, size_problems
 from shardstep.checkpoint.manifest import Contents, StoredTensor, read_contents
 from shardstep.checkpoint.storage import dtype_of
-from shardstep.convert.source import Group, LazyTensor, OnBytes, Source, SourceError, TrainedParameter
+from shardstep.convert.source import LazyTensor, OnBytes, Source, SourceError, SourceGroup, TrainedParameter
 from shardstep.convert.stored import FileRange, lazy_from_chunks
 from shardstep.state.serialization import Decoder
 
@@ -27,12 +27,12 @@ def choose(path: Path, on_bytes: OnBytes = lambda nbytes: None) -> tuple[Checkpo
 
 def read(path: Path, on_bytes: OnBytes = lambda nbytes: None) -> Source:
     checkpoint, problems = choose(path, on_bytes)
-    source = describe(checkpoint)
+    source = describe_checkpoint(checkpoint)
     source.notes += [f"skipped a damaged checkpoint: {one}" for one in problems]
     return source
 
 
-def describe(checkpoint: Checkpoint) -> Source:
+def describe_checkpoint(checkpoint: Checkpoint) -> Source:
     """Return what is in a checkpoint, without checking its files."""
     contents = read_contents(checkpoint.path, checkpoint.manifest)
     source = Source("a checkpoint of shardstep", checkpoint.path)
@@ -50,7 +50,7 @@ def describe(checkpoint: Checkpoint) -> Source:
         trained.values = dict(Decoder(parameter.values).state) if parameter.values else {}
         source.trained[name] = trained
     groups = reader.text(contents.groups, "optim.options")["groups"]
-    source.groups = [Group(tuple(one["params"]), dict(one["options"]), one["class"]) for one in groups]
+    source.groups = [SourceGroup(tuple(one["params"]), dict(one["options"]), one["class"]) for one in groups]
     extra_and_model = reader.text(contents.extra, "extra")
     source.extra, source.others = dict(extra_and_model["extra"]), dict(extra_and_model["model"])
     own = [reader.text(text, f"extra_of_rank.{rank}") for rank, text in enumerate(contents.extra_of_ranks)]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardstep.convert.names import match_names, use_given_names
-from shardstep.convert.source import Group, LazyTensor, Source, SourceError, TrainedParameter, lazy_tensor
+from shardstep.convert.source import LazyTensor, Source, SourceError, SourceGroup, TrainedParameter, lazy_tensor
 from shardstep.convert.unpickling import load_torch_file
 from shardstep.stepping.average import AVERAGE
 from shardstep.stepping.masters import MASTER
@@ -191,7 +191,7 @@ def _take_optimizer(source: Source, optimizer: Mapping[str, Any], ours: Mapping[
     for number, group in enumerate(raw):
         members = tuple(named[one] for one in group["params"])
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        source.groups.append(Group(members, options, classes[number] if number < len(classes) else ""))
+        source.groups.append(SourceGroup(members, options, classes[number] if number < len(classes) else ""))
         for one in group["params"]:
             source.trained[named[one]] = _trained(source, named[one], state.get(one, {}))
     for kind, key in OUR_STATE.items():

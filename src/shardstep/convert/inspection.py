@@ -63,7 +63,7 @@ def inspect_checkpoint(
     if not summary.problems and not quick:
         summary.problems = list(checksum_problems(checkpoint, sorted(manifest.files), on_bytes))
     try:
-        _count(summary, from_shardstep.describe(checkpoint))
+        _count(summary, from_shardstep.describe_checkpoint(checkpoint))
     except (ValueError, RuntimeError, OSError, KeyError) as error:  # errors of a damaged description
         if not summary.problems:
             summary.problems = [f"{checkpoint.path} cannot be read: {error}"]

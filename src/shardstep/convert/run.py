@@ -58,7 +58,7 @@ def no_progress(what: str, total: int) -> Callable[[int], None]:
 
 def convert(request: ConvertRequest, progress: Progress = no_progress) -> ConvertResult:
     check_free(request.dst, force=request.force)
-    source = describe(request, progress)
+    source = describe_source(request, progress)
     if request.to == "safetensors":
         missing = to_safetensors.list_omissions(source, with_state=request.with_state)
         source.notes += [f"safetensors cannot contain {one}" for one in missing]
@@ -83,7 +83,7 @@ def convert(request: ConvertRequest, progress: Progress = no_progress) -> Conver
     return ConvertResult(source.kind, nbytes, source.notes)
 
 
-def describe(request: ConvertRequest, progress: Progress = no_progress) -> Source:
+def describe_source(request: ConvertRequest, progress: Progress = no_progress) -> Source:
     """Return what is in the source, without reading its tensors."""
     src, kind = request.src, detect_kind(request.src)
     only_torch = {"--names": request.names, "--also": request.also}

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from shardstep.planning.geometry import boxes, split
-from shardstep.state.blocks import MOST_NBYTES
+from shardstep.state.blocks import Block, blocks_of_whole, narrow_to
 
-Block = tuple[tuple[int, ...], torch.Tensor]  # offsets of a block in the tensor, and its values
 OnBytes = Callable[[int], None]  # called with the bytes of each block that was read or written
 
 
@@ -52,24 +50,10 @@ class LazyTensor:
         return whole
 
 
-def narrow_to(tensor: torch.Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
-
-
-def cut_blocks(tensor: torch.Tensor) -> Iterator[Block]:
-    """Yield views of a tensor that are blocks of the size that checkpoints store."""
-    shape = tuple(tensor.shape)
-    for whole in boxes(shape, 0, tensor.numel()):
-        for box in split(whole, max(1, MOST_NBYTES // tensor.element_size())):
-            yield box.offsets, narrow_to(tensor, box.offsets, box.sizes)
-
-
 def lazy_tensor(tensor: torch.Tensor) -> LazyTensor:
     """Return a LazyTensor of an existing tensor; if that is mapped from a file, it takes no memory."""
-    near = tensor.detach()
-    return LazyTensor(tuple(near.shape), near.dtype, lambda: cut_blocks(near))
+    values = tensor.detach()
+    return LazyTensor(tuple(values.shape), values.dtype, lambda: blocks_of_whole(values))
 
 
 # -- a whole source ----------------------------------------------------------------------------------------------------
@@ -86,7 +70,7 @@ class TrainedParameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SourceGroup:
     """A param group. `kind` is the name of the optimizer's class, or empty, as most formats do not have it."""
 
     params: tuple[str, ...]
@@ -104,7 +88,7 @@ class Source:
     tied: dict[str, str] = field(default_factory=dict)  # key of a tied tensor -> the first key of the same tensor
     others: dict[str, Any] = field(default_factory=dict)  # values of the model's state_dict that are not tensors
     trained: dict[str, TrainedParameter] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[SourceGroup] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     extra_of_ranks: tuple[dict[str, Any], ...] = ()
     notes: list[str] = field(default_factory=list)  # sentences for the user

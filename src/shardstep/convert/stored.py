@@ -11,6 +11,7 @@ import torch
 
 from shardstep.convert.source import LazyTensor, SourceError
 from shardstep.convert.unpickling import load_torch_bytes
+from shardstep.state.blocks import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,6 @@ def lazy_from_chunks(
             block = read_object(folder, place, key)
             if not isinstance(block, torch.Tensor) or tuple(block.shape) != sizes or block.dtype is not dtype:
                 raise SourceError(f"{folder / place.file} is damaged: another object is stored in place of {key}")
-            yield offsets, block
+            yield Block(offsets, block)
 
     return LazyTensor(whole, dtype, blocks)

@@ -20,8 +20,9 @@ from shardstep.checkpoint.contents import MODEL, STATE, state_key
 from shardstep.checkpoint.folder import next_sequence
 from shardstep.checkpoint.manifest import Contents, Parameter, StoredTensor, WrittenFile
 from shardstep.checkpoint.storage import Part, StoredObject, metadata_bytes, write_manifest, write_objects, write_parts
-from shardstep.convert.source import LazyTensor, OnBytes, Source, SourceError, cut_blocks
+from shardstep.convert.source import LazyTensor, OnBytes, Source, SourceError
 from shardstep.convert.target import Target
+from shardstep.state.blocks import blocks_of_whole
 from shardstep.state.serialization import encode
 
 _MOST_FILE = 2 << 30  # bytes: with several files, several ranks can check and read them at the same time
@@ -119,7 +120,7 @@ def _files(tensors: Iterator[tuple[str, LazyTensor]]) -> Iterator[list[tuple[str
 
 def _find_contents(key: str, tensor: LazyTensor, on_bytes: OnBytes) -> Iterator[Part]:
     for offsets, block in tensor.blocks():
-        for inner, values in cut_blocks(block):
+        for inner, values in blocks_of_whole(block):
             yield Part(key, tensor.shape, tuple(a + b for a, b in zip(offsets, inner, strict=True)), values)
             on_bytes(values.nbytes)
 

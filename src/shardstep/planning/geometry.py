@@ -24,7 +24,7 @@ class Box:
         return math.prod(self.sizes)
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield the boxes that elements [start, stop) of a tensor of this shape form, in order. A tensor without elements
     is one box."""
     if not math.prod(shape):
@@ -55,7 +55,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, row: tuple[int, ...], 
         yield from _boxes(shape[1:], 0, tail, (*row, last), origin + last * inner)
 
 
-def split(box: Box, most: int) -> Iterator[Box]:
+def split_box(box: Box, most: int) -> Iterator[Box]:
     """Yield the same elements in boxes of at most `most` elements, or of one row where a row is larger."""
     wide = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     if box.numel <= most or wide is None:
@@ -70,10 +70,10 @@ def split(box: Box, most: int) -> Iterator[Box]:
             (*box.sizes[:wide], count, *box.sizes[wide + 1 :]),
             box.start + begin * inner,
         )
-        yield from split(part, most) if part.numel > most else [part]
+        yield from split_box(part, most) if part.numel > most else [part]
 
 
-def reordered(box: Box, order: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def reorder_box(box: Box, order: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return offsets and sizes of a box in the tensor's own order of dims; dim i of the box is dim `order[i]`."""
     places = [order.index(dim) for dim in range(len(order))]
     return tuple(box.offsets[place] for place in places), tuple(box.sizes[place] for place in places)

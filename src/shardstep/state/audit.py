@@ -45,13 +45,13 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     flat = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     words = flat.reshape(-1).view(_WORDS[min(flat.element_size(), 4)])
     weights = _weights(tensor.device)
-    whole = len(words) // _WIDTH
+    count = len(words) // _WIDTH
     # Multiplying 32-bit words by odd numbers modulo 2**32 is a bijection: words that differ have products that differ.
     # Sums of integers do not depend on the order of the addends.
-    tail = words[whole * _WIDTH :]
+    tail = words[count * _WIDTH :]
     total = (tail * weights[: len(tail)]).sum(dtype=torch.int64)
-    rows = words[: whole * _WIDTH].view(whole, _WIDTH)
-    for start in range(0, whole, _ROWS):
+    rows = words[: count * _WIDTH].view(count, _WIDTH)
+    for start in range(0, count, _ROWS):
         sums = (rows[start : start + _ROWS] * weights).sum(1, dtype=torch.int64)
         places = torch.arange(start, start + len(sums), device=tensor.device)
         total += (sums * (2 * places + 3)).sum()

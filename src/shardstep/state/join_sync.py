@@ -15,27 +15,27 @@ Groups = Sequence[dict[str, Any]]
 
 
 def hand_over(
-    channel: Channel, donor: int, away: Sequence[int], groups: Groups, told: Mapping[str, Any]
+    channel: Channel, donor: int, away: Sequence[int], groups: Groups, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Copy the options of rank `donor` into the groups of the ranks that are `away`, and return the donor's `told`.
+    """Copy the options of rank `donor` into the groups of the ranks that are `away`; return the donor's `values`.
 
-    Called on all ranks. `told` are further values that the donor sends along.
+    Called on all ranks. A rank that is neither gets its own `values` back.
     """
     if channel.rank == donor:
-        text, tensors = encode({"options": [sendable(group) for group in groups], "told": told})
+        text, tensors = encode({"options": [sendable(group) for group in groups], "values": values})
         for rank in away:
             send_state(channel, text, tensors, rank)
     elif channel.rank in away:
         received = receive_state(channel, donor)
         for theirs, ours in zip(received["options"], groups, strict=True):
             for key, value in theirs.items():
-                _take(ours, key, value)
-        return dict(received["told"])
-    return dict(told)
+                _set_option(ours, key, value)
+        return dict(received["values"])
+    return dict(values)
 
 
 @torch.no_grad()
-def _take(group: dict[str, Any], key: str, value: Any) -> None:
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
     """Set an option. A tensor is written in place, because a scheduler or a CUDA graph may refer to it."""
     own = group.get(key)
     if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:

@@ -70,7 +70,7 @@ class LoadedByClass:
         for number, (group, ours) in enumerate(zip(optimizer.param_groups, self._groups, strict=True)):
             mine = [tensor for piece, tensor in self._tensors.items() if self._group_of[piece.param] == number]
             group["params"] = mine or [placeholder(param) for param in ours["params"][:1]]
-        aside = {piece: {key: entry[key] for key in entry if _is_ours(key)} for piece, entry in entries.items()}
+        of_shardstep = {piece: {key: entry[key] for key in entry if _is_ours(key)} for piece, entry in entries.items()}
         for piece, entry in entries.items():
             own = {key: self._fitted(key, value, piece) for key, value in entry.items() if not _is_ours(key)}
             if own:
@@ -81,7 +81,7 @@ class LoadedByClass:
         load_again(optimizer, others)
         for piece, tensor in self._tensors.items():
             # Removed from the optimizer: state that is later joined in runs would otherwise be in memory twice.
-            entry = {**optimizer.state.pop(tensor, {}), **aside.pop(piece, {})}
+            entry = {**optimizer.state.pop(tensor, {}), **of_shardstep.pop(piece, {})}
             if entry:
                 entries[piece] = entry
         copy_options(optimizer.param_groups, self._groups)
