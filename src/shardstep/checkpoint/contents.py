@@ -100,6 +100,11 @@ def parts_of_whole(key: str, values: torch.Tensor) -> Iterator[Part]:
         yield Part(key, tuple(values.shape), offsets, block)
 
 
+def numbered_parts(prefix: str, tensors: Sequence[torch.Tensor]) -> list[Part]:
+    """Return parts for the flat tensors that `encode` has returned, with keys <prefix>.<number>."""
+    return [Part(f"{prefix}.{number}", tuple(one.shape), (0,), one) for number, one in enumerate(tensors)]
+
+
 def requests_for_range(
     key: str, like: torch.Tensor, target: torch.Tensor, start: int, stop: int
 ) -> Iterator[ReadRequest]:

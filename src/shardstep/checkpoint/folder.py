@@ -37,7 +37,7 @@ MISSING = (FileNotFoundError, NotADirectoryError)  # errors of a file that is mi
 
 _BLOCK = 1 << 22
 _LEFT_SECONDS = 3600
-_PARTIAL, _REPLACED, _REMOVED, _CONVERTED = "partial", "replaced", "removed", "converted"
+PARTIAL, REPLACED, REMOVED, CONVERTED = "partial", "replaced", "removed", "converted"  # uses of temporary folders
 _FILES = re.compile(  # names of the files of a checkpoint
     rf"__\w+\.distcp|{re.escape(MANIFEST)}|{re.escape(CONTENTS)}|{re.escape(METADATA)}"
 )
@@ -58,15 +58,8 @@ def to_absolute(path: str | Path) -> Path:
     return Path(path).absolute()
 
 
-def partial_path(path: Path, token: str) -> Path:
-    return _temporary_path(path, _PARTIAL, token)
-
-
-def converted_path(path: Path, token: str) -> Path:
-    return _temporary_path(path, _CONVERTED, token)
-
-
-def _temporary_path(path: Path, use: str, token: str) -> Path:
+def temporary_path(path: Path, use: str, token: str) -> Path:
+    """Return the path of a temporary folder beside the checkpoint `path`; `use` is PARTIAL, REPLACED, ..."""
     return path.parent / f".{path.name}.{use}-{token}"
 
 
@@ -85,7 +78,7 @@ class PartialFolder:
     """An empty folder to write a checkpoint to, with a lock that other processes see ([Note: locks])."""
 
     def __init__(self, path: Path, token: str) -> None:
-        self.path = partial_path(path, token)
+        self.path = temporary_path(path, PARTIAL, token)
         self.path.mkdir()
         self._lock: int | None = _lock(self.path)
 
@@ -185,13 +178,13 @@ def make_folder(folder: Path) -> None:
 
 def _remove_leftovers(folder: Path) -> None:
     """Remove the temporary folders that killed processes have left."""
-    for left, _ in _list_temporary(folder, _PARTIAL):
+    for left, _ in _list_temporary(folder, PARTIAL):
         if not _is_being_written(left):
             shutil.rmtree(left, ignore_errors=True)
-    for left, name in _list_temporary(folder, _REPLACED):
+    for left, name in _list_temporary(folder, REPLACED):
         if is_checkpoint(name):
             remove(left, name)
-    for left, _ in _list_temporary(folder, _REMOVED):
+    for left, _ in _list_temporary(folder, REMOVED):
         _delete(left)
 
 
@@ -220,7 +213,7 @@ def commit(partial: Path, path: Path, token: str) -> None:
     """Make the folder `partial`, in which all files are written, the checkpoint `path`."""
     sync(partial)
     _check_replaceable(path)  # checked again: files may have appeared there during the writing
-    replaced = _temporary_path(path, _REPLACED, token)
+    replaced = temporary_path(path, REPLACED, token)
     if path.exists():
         path.rename(replaced)
     try:
@@ -230,7 +223,7 @@ def commit(partial: Path, path: Path, token: str) -> None:
             replaced.rename(path)
         raise
     sync(path.parent)
-    for old, name in _list_temporary(path.parent, _REPLACED):
+    for old, name in _list_temporary(path.parent, REPLACED):
         if name == path:
             remove(old, path)
 
@@ -318,7 +311,7 @@ def _is_candidate(path: Path) -> bool:
     temporary = _TEMPORARY.fullmatch(path.name)
     if temporary is None:
         return True
-    return temporary["use"] == _REPLACED and not is_checkpoint(path.parent / temporary["name"])
+    return temporary["use"] == REPLACED and not is_checkpoint(path.parent / temporary["name"])
 
 
 def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
@@ -332,7 +325,7 @@ def find_checkpoints(path: Path) -> tuple[list[Checkpoint], list[str]]:
         return checkpoints_in(path)
     if not path.parent.is_dir():
         return [], []
-    replaced = [old for old, name in _list_temporary(path.parent, _REPLACED) if name == path and is_checkpoint(old)]
+    replaced = [old for old, name in _list_temporary(path.parent, REPLACED) if name == path and is_checkpoint(old)]
     return _newest_first([Checkpoint(old, read_manifest(old)) for old in replaced]), []
 
 
@@ -360,7 +353,7 @@ def remove(checkpoint: Path, name: Path) -> None:
 
     A checkpoint that cannot be renamed, or that has other files in it, stays complete.
     """
-    renamed = _temporary_path(name, _REMOVED, secrets.token_hex(4))
+    renamed = temporary_path(name, REMOVED, secrets.token_hex(4))
     with contextlib.suppress(OSError):
         if checkpoint.is_symlink() or not other_files(checkpoint):
             checkpoint.rename(renamed)

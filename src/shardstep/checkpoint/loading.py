@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +149,7 @@ def _read(
     groups = list(_decode(checkpoint, contents, contents.groups, "optim.options", "groups")["groups"])
     extra_and_model = _decode(checkpoint, contents, contents.extra, "extra", "extra", "model")
     saved_others = extra_and_model["model"]
-    problems = [*_model_problems(contents, entries), *_other_problems(saved_others, others)]
+    problems = [*_model_problems(contents, entries), *_key_problems(saved_others, others)]
     names, groups = _check(checkpoint, contents, problems, adapter, groups, strict=strict)
     extra = Extra(extra_and_model["extra"])
     extra.path, extra.own = checkpoint.path, _extra_of_this_rank(checkpoint, contents, ranks)
@@ -307,16 +307,16 @@ def _check(
 
 
 def _model_problems(contents: Contents, entries: Sequence[ModelEntry]) -> Iterator[str]:
-    own, saved = {entry.key: tuple(entry.tensor.shape) for entry in entries}, set(contents.model)
-    yield from _names("missing in the checkpoint", [key for key in own if key not in saved])
-    yield from _names("not in this model", [key for key in contents.model if key not in own])
+    own = {entry.key: tuple(entry.tensor.shape) for entry in entries}
+    yield from _key_problems(contents.model, own)
     for key in contents.model:
         if key in own and contents.tensors[MODEL + key].shape != own[key]:
             yield f"{key} has shape {contents.tensors[MODEL + key].shape} in the checkpoint, and {own[key]} here"
 
 
-def _other_problems(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    yield from _names("missing in the checkpoint", [key for key in own if key not in saved])
+def _key_problems(saved: Collection[str], own: Collection[str]) -> Iterator[str]:
+    known = set(saved)
+    yield from _names("missing in the checkpoint", [key for key in own if key not in known])
     yield from _names("not in this model", [key for key in saved if key not in own])
 
 

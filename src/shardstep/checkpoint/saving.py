@@ -15,14 +15,23 @@ import torch
 from torch import nn
 
 from shardstep.checkpoint.background import Agree, Saving, finish_previous_save, stage, start_save
-from shardstep.checkpoint.contents import MODEL, ModelEntry, StateToSave, model_entries, model_parts, unwrapped
+from shardstep.checkpoint.contents import (
+    MODEL,
+    ModelEntry,
+    StateToSave,
+    model_entries,
+    model_parts,
+    numbered_parts,
+    unwrapped,
+)
 from shardstep.checkpoint.folder import (
+    PARTIAL,
     PartialFolder,
     commit,
     create_partial,
     next_sequence,
-    partial_path,
     prune,
+    temporary_path,
     to_absolute,
     write_durably,
 )
@@ -135,7 +144,7 @@ class SaveTarget:
 
     @property
     def partial(self) -> Path:
-        return partial_path(self.path, self.token)
+        return temporary_path(self.path, PARTIAL, self.token)
 
 
 @contextmanager
@@ -158,8 +167,8 @@ def _collect(model: nn.Module, optimizer: Any, ranks: Ranks, extra: Mapping[str,
     own_text, among_own = encode(dict(own))
     parts = [*model_parts(entries, adapter, ranks.rank, ranks.world_size), *held.parts]
     if ranks.rank == 0:
-        parts += _numbered("optim.options", among_groups) + _numbered("extra", among_extra)
-    parts += _numbered(f"extra_of_rank.{ranks.rank}", among_own)
+        parts += numbered_parts("optim.options", among_groups) + numbered_parts("extra", among_extra)
+    parts += numbered_parts(f"extra_of_rank.{ranks.rank}", among_own)
     facts = [*map(str, entries), _digest(groups, among_groups, extra), *([] if adapter is None else adapter.facts())]
     parameters = {} if adapter is None else adapter.parameters
     return Job(parts, held.state, _encoded(held.values), parameters, groups, entries, text, own_text, facts)
@@ -173,10 +182,6 @@ def _digest(groups: str, among_groups: Sequence[torch.Tensor], extra: Mapping[st
     for tensor in [*among_groups, *among_extra]:
         digest.update(tensor.cpu().view(torch.uint8).numpy().tobytes())
     return f"options and extra (what differs between ranks goes into extra_of_rank): {digest.hexdigest()[:16]}"
-
-
-def _numbered(prefix: str, tensors: Sequence[torch.Tensor]) -> list[Part]:
-    return [Part(f"{prefix}.{number}", tuple(one.shape), (0,), one) for number, one in enumerate(tensors)]
 
 
 def _encoded(values: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -14,22 +14,17 @@ from shardstep.convert.stored import FileRange, lazy_from_chunks
 from shardstep.state.serialization import Decoder
 
 
-def choose(path: Path, on_bytes: OnBytes = lambda nbytes: None) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint at `path`, or the newest undamaged one in a folder, and the problems of newer ones."""
-    found, all_problems = find_checkpoints(path)
+def read(path: Path, on_bytes: OnBytes = lambda nbytes: None) -> Source:
+    """Describe the checkpoint at `path`, or the newest undamaged one in a folder, after checking its files."""
+    found, skipped = find_checkpoints(path)
     for one in found:
         problems = list(size_problems(one)) or list(checksum_problems(one, sorted(one.manifest.files), on_bytes))
         if not problems:
-            return one, all_problems
-        all_problems += problems
-    raise SourceError("; ".join(all_problems) or f"there is no complete checkpoint at {path}")
-
-
-def read(path: Path, on_bytes: OnBytes = lambda nbytes: None) -> Source:
-    checkpoint, problems = choose(path, on_bytes)
-    source = describe_checkpoint(checkpoint)
-    source.notes += [f"skipped a damaged checkpoint: {one}" for one in problems]
-    return source
+            source = describe_checkpoint(one)
+            source.notes += [f"skipped a damaged checkpoint: {problem}" for problem in skipped]
+            return source
+        skipped += problems
+    raise SourceError("; ".join(skipped) or f"there is no complete checkpoint at {path}")
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> Source:

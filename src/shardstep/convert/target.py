@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardstep.checkpoint.folder import check_not_inside, converted_path, sync
+from shardstep.checkpoint.folder import CONVERTED, REPLACED, check_not_inside, sync, temporary_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,6 @@ class Target:
 
     path: Path
     partial: Path
-    token: str
 
 
 def check_free(path: Path, *, force: bool) -> None:
@@ -38,11 +37,11 @@ def write_target(path: Path, *, force: bool) -> Iterator[Target]:
     made = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
-    target = Target(path, converted_path(path, token), token)
+    target = Target(path, temporary_path(path, CONVERTED, token))
     try:
         yield target
         check_free(path, force=force)  # checked again: another program may have written there meanwhile
-        _rename(target)
+        _rename(target.partial, path, temporary_path(path, REPLACED, token))
     except BaseException:  # a KeyboardInterrupt too leaves no files behind
         _remove(target.partial)
         for folder in made:
@@ -51,19 +50,19 @@ def write_target(path: Path, *, force: bool) -> Iterator[Target]:
         raise
 
 
-def _rename(target: Target) -> None:
-    if target.partial.is_dir():
-        sync(target.partial)
-    replaced = target.path.parent / f".{target.path.name}.replaced-{target.token}"
-    if target.path.exists() or target.path.is_symlink():
-        target.path.rename(replaced)
+def _rename(partial: Path, path: Path, replaced: Path) -> None:
+    """Rename `partial` to `path`; what was there is called `replaced` meanwhile, and removed in the end."""
+    if partial.is_dir():
+        sync(partial)
+    if path.exists() or path.is_symlink():
+        path.rename(replaced)
     try:
-        target.partial.rename(target.path)
+        partial.rename(path)
     except BaseException:
         if replaced.exists() or replaced.is_symlink():
-            replaced.rename(target.path)
+            replaced.rename(path)
         raise
-    sync(target.path.parent)
+    sync(path.parent)
     _remove(replaced)
 
 

@@ -9,14 +9,14 @@ shardstep does not read; both keys refer to the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardstep.checkpoint.contents import MODEL, STATE, state_key
+from shardstep.checkpoint.contents import MODEL, STATE, numbered_parts, state_key
 from shardstep.checkpoint.folder import next_sequence
 from shardstep.checkpoint.manifest import Contents, Parameter, StoredTensor, WrittenFile
 from shardstep.checkpoint.storage import Part, StoredObject, metadata_bytes, write_manifest, write_objects, write_parts
@@ -46,12 +46,13 @@ def write(source: Source, target: Target, on_bytes: OnBytes) -> None:
     folder = target.partial
     folder.mkdir()
     written = _Written()
-    groups, among_groups = encode({"groups": [_group(one) for one in source.groups]})
+    rows = [{"params": list(one.params), "class": one.kind, "options": one.options} for one in source.groups]
+    groups, among_groups = encode({"groups": rows})
     extra, among_extra, own = _encoded_extra(source)
     small = {"optim.options": among_groups, "extra": among_extra}
     small |= {f"extra_of_rank.{rank}": tensors for rank, (_, tensors) in enumerate(own)}
     if any(small.values()):
-        written.add(folder, (part for prefix, tensors in small.items() for part in _numbered(prefix, tensors)))
+        written.add(folder, (part for prefix, tensors in small.items() for part in numbered_parts(prefix, tensors)))
     for keys in _files(_tensors(source)):
         written.add(folder, (part for key, tensor in keys for part in _find_contents(key, tensor, on_bytes)))
     for key, first in source.tied.items():
@@ -78,10 +79,6 @@ def _encoded_extra(source: Source) -> tuple[str, list[torch.Tensor], list[tuple[
         return extra, among_extra, [encode(one) for one in source.extra_of_ranks or ({},)]
     except TypeError as error:
         raise SourceError(f"{source.path}: {error}; or leave extra out with --no-extra") from error
-
-
-def _group(group: Any) -> dict[str, Any]:
-    return {"params": list(group.params), "class": group.kind, "options": group.options}
 
 
 def _parameters(source: Source) -> dict[str, Parameter]:
@@ -123,10 +120,6 @@ def _find_contents(key: str, tensor: LazyTensor, on_bytes: OnBytes) -> Iterator[
         for inner, values in blocks_of_whole(block):
             yield Part(key, tensor.shape, tuple(a + b for a, b in zip(offsets, inner, strict=True)), values)
             on_bytes(values.nbytes)
-
-
-def _numbered(prefix: str, tensors: Sequence[torch.Tensor]) -> list[Part]:
-    return [Part(f"{prefix}.{number}", tuple(one.shape), (0,), one) for number, one in enumerate(tensors)]
 
 
 # -- [Note: stock programs] --------------------------------------------------------------------------------------------

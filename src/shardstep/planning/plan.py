@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
+from operator import attrgetter
 
 from shardstep.planning.spec import ParamSpec
 
@@ -85,17 +86,13 @@ class EqualRanges:
         low, high = self.bounds(rank)
         if rank == 0:
             yield from ((Piece(s.param, s.start, s.stop, 0), 0) for s in segments if s.start == s.stop)
-        for segment in segments[bisect_right(segments, low, key=_end_of) :]:
+        for segment in segments[bisect_right(segments, low, key=attrgetter("end")) :]:
             if segment.offset >= high:
                 return
             begin, end = max(segment.offset, low), min(segment.end, high)
             if begin < end:
                 shift = segment.start - segment.offset
                 yield Piece(segment.param, begin + shift, end + shift, rank), begin - low
-
-
-def _end_of(segment: Segment) -> int:
-    return segment.end
 
 
 @dataclass(frozen=True, slots=True)
