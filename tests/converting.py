@@ -10,7 +10,7 @@ from torch import nn, optim
 
 import shardstep
 from checkpointing import ADAMW, Odd
-from shardstep.convert.run import Done, Wanted, convert
+from shardstep.convert.run import ConvertRequest, ConvertResult, convert
 
 
 def trained(seed: int = 3, model: nn.Module | None = None, groups: Any = None) -> tuple[nn.Module, optim.Optimizer]:
@@ -47,8 +47,8 @@ def same(one: Any, other: Any, where: str = "") -> None:
         assert (type(one), one) == (type(other), other), where
 
 
-def to(kind: str, src: Path, dst: Path, **options: Any) -> Done:
-    return convert(Wanted(src, dst, kind, **options))
+def to(kind: str, src: Path, dst: Path, **options: Any) -> ConvertResult:
+    return convert(ConvertRequest(src, dst, kind, **options))
 
 
 def loaded(path: Path, seed: int = 9, model: nn.Module | None = None) -> tuple[nn.Module, optim.Optimizer, Any]:

@@ -48,7 +48,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_still_loads(
         assert "second" in faced["error"]
         assert faced["unchanged"], "a load that failed changed something"
         assert faced["loads_by_folder"]
-        assert "passed over" in faced["warned"]
+        assert "skipped a damaged checkpoint" in faced["warned"]
         assert file_named_in(faced["warned"], fault.file)
 
 

@@ -114,7 +114,7 @@ def test_pruning_never_takes_the_only_complete_one(tmp_path):
 
     prune(tmp_path, 1)
     assert (tmp_path / "good" / "manifest.json").is_file()
-    with pytest.warns(UserWarning, match="passed over.*bad"):
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint.*bad"):
         assert shardstep.load(tmp_path, model, opt).path.name == "good"
 
 
@@ -212,7 +212,7 @@ def test_a_keep_that_is_no_number_of_checkpoints_is_refused(tmp_path, keep):
 def test_a_folder_of_something_else_is_not_written_over(tmp_path):
     model, opt = alone()
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="a folder of something else"):
+    with pytest.raises(ValueError, match="a folder with other files and no checkpoint"):
         shardstep.save(tmp_path, model, opt)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -276,8 +276,8 @@ def fails_on_one_rank(folder: str) -> tuple[tuple[str, str], bool]:
     def fails(*_: Any) -> None:
         raise OSError("the disk is gone")
 
-    name = "shardstep.checkpoint.loading.read_wishes"
-    with mock.patch(name, fails if dist.get_rank() == 1 else __import__("shardstep").checkpoint.storage.read_wishes):
+    name = "shardstep.checkpoint.loading.read_blocks"
+    with mock.patch(name, fails if dist.get_rank() == 1 else __import__("shardstep").checkpoint.storage.read_blocks):
         told = raised(lambda: shardstep.load(f"{folder}/saved", other, again))
     return told, is_same(before, values(other)) and not again.state
 
@@ -313,7 +313,7 @@ def saves_what_cannot_be_written(folder: str) -> list[tuple[str, str]]:
 def test_an_asynchronous_failure_is_raised_by_the_next_call_on_all_ranks(workers, tmp_path):
     for ((kind, text),) in workers(2).run(saves_what_cannot_be_written, str(tmp_path)):
         assert kind == "OSError"
-        assert "the save before failed on rank" in text
+        assert "the previous save failed on rank" in text
         assert "no space left" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "fourth"]
 
@@ -339,7 +339,7 @@ def loads_averages(folder: str) -> list[str]:
 
 def test_averages_that_have_no_place_or_no_source_are_told_of(workers, tmp_path):
     for told in workers(2).run(loads_averages, str(tmp_path)):
-        assert ["keeps none" in told[0], "begin with the weights" in told[1]] == [True, True]
+        assert ["keeps none" in told[0], "begin with the loaded weights" in told[1]] == [True, True]
 
 
 def narrows(folder: str) -> None:

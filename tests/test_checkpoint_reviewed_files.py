@@ -110,7 +110,7 @@ def saves_of_a_subgroup(folder: str, fails: bool) -> tuple[tuple[str, str] | Non
 def test_a_save_of_some_ranks_waited_for_the_others_to_speak_of_the_save_before(workers, tmp_path, fails):
     for told, seconds in workers(3).run(saves_of_a_subgroup, str(tmp_path), fails):
         assert seconds < SOON
-        assert told is None or ("the save before failed on rank 1" in told[1] and "the disk is full" in told[1])
+        assert told is None or ("the previous save failed on rank 1" in told[1] and "the disk is full" in told[1])
         assert (told is not None) == fails
     assert names(tmp_path) == (["last", "pair"] if fails else ["all", "last", "pair"])
 
@@ -147,7 +147,7 @@ def fails_by_no_fault_of_the_file(folder: str, kind: str) -> tuple[tuple[str, st
         warnings.simplefilter("always")
         told = raised(lambda: shardstep.load(folder, model, opt))
     opt.close()
-    return told, [str(one.message) for one in caught if "passed over" in str(one.message)]
+    return told, [str(one.message) for one in caught if "skipped a damaged checkpoint" in str(one.message)]
 
 
 @pytest.mark.parametrize(("kind", "words"), [("memory", "CUDA out of memory"), ("disk", "Input/output error")])
@@ -187,7 +187,7 @@ def test_a_missing_file_is_damage(tmp_path):
     for number in (1, 2):
         shardstep.save(tmp_path / f"step-{number}", model, opt, extra={"n": number})
     (tmp_path / "step-2" / "__0_0.distcp").unlink()
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         assert shardstep.load(tmp_path, model, opt)["n"] == 1
 
 
@@ -257,7 +257,7 @@ def test_a_folder_of_another_program_with_a_manifest_was_deleted(tmp_path, kind)
     web.mkdir()
     (web / MANIFEST).write_bytes(other_manifests()[kind])
     (web / "precious").write_text("x")
-    with pytest.raises(ValueError, match="a folder of something else"):
+    with pytest.raises(ValueError, match="a folder with other files and no checkpoint"):
         shardstep.save(web, model, opt)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
         shardstep.load(web, model, opt)
@@ -279,7 +279,7 @@ def test_one_of_ours_with_a_damaged_manifest_is_named_and_its_name_can_be_taken(
     whole = manifest.read_bytes()
     bit = whole.replace(FORMAT.encode(), b"s" + bytes([FORMAT.encode()[1] ^ 1]) + FORMAT.encode()[2:])
     manifest.write_bytes({"empty": b"", "truncated": whole[: len(whole) // 2]}.get(harm, bit))
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped a damaged checkpoint"):
         assert shardstep.load(tmp_path, model, opt).path.name == "step-1"
     shardstep.save(tmp_path / "step-2", model, opt)
     assert shardstep.load(tmp_path, model, opt).path.name == "step-2"
@@ -293,7 +293,7 @@ def test_a_manifest_of_another_format_is_not_read(tmp_path):
     (tmp_path / "a" / MANIFEST).write_text(json.dumps(sealed))
     with pytest.raises((ValueError, FileNotFoundError)):
         shardstep.load(tmp_path / "a", model, opt)
-    with pytest.raises(ValueError, match="a folder of something else"):
+    with pytest.raises(ValueError, match="a folder with other files and no checkpoint"):
         shardstep.save(tmp_path / "a", model, opt)
 
 

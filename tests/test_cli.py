@@ -105,8 +105,7 @@ def test_missing_extras_get_one_sentence(monkeypatch, capsys):
         shardstep.cli.main()
     assert exit_.value.code == 1
     assert capsys.readouterr().err == (
-        "shardstep: the command line needs rich and matplotlib, not installed here; "
-        'pip install "shardstep[cli]" brings what is missing.\n'
+        'shardstep: the command line needs rich and matplotlib, not installed here: run pip install "shardstep[cli]".\n'
     )
 
 

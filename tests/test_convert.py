@@ -29,7 +29,7 @@ from checkpointing import ADAMW, KINDS, Blocks, Odd, train
 from converting import loaded, same, state_by_name, to, trained
 from shardstep.convert import from_dcp
 from shardstep.convert.source import SourceError
-from shardstep.convert.target import writing
+from shardstep.convert.target import write_target
 from shardstep.stepping.masters import MASTER
 
 pytestmark = pytest.mark.slow  # make test-slow
@@ -505,7 +505,7 @@ def test_a_save_beside_it_does_not_sweep_a_conversion_away(tmp_path):
     """A job saves to the folder in which somebody converts an old checkpoint."""
     model = torch.nn.Linear(3, 2)
     opt = torch.optim.AdamW(model.parameters())
-    with writing(tmp_path / "step-0", force=False) as target:
+    with write_target(tmp_path / "step-0", force=False) as target:
         target.partial.mkdir()
         (target.partial / "manifest.json").write_text("half")
         shardstep.save(tmp_path / "step-1", model, opt)

@@ -21,7 +21,7 @@ import torch
 from torch import nn, optim
 import torch.distributed.checkpoint as dcp
 import shardstep
-from shardstep.convert.run import Wanted, convert
+from shardstep.convert.run import ConvertRequest, convert
 
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
@@ -62,7 +62,7 @@ jobs = [("saved", "dcp"), ("saved", "torch"), ("saved", "safetensors"), ("plain.
 found = {}
 for source, to in jobs:
     target = folder / f"{source}-{to}"
-    wanted = Wanted(folder / source, target, to, with_state=to == "safetensors")
+    wanted = ConvertRequest(folder / source, target, to, with_state=to == "safetensors")
     found[f"{source} to {to}"] = peak_of(lambda: convert(wanted))
 print(json.dumps(found))
 """
@@ -88,14 +88,16 @@ def test_a_tensor_larger_than_a_block_is_read_and_written_in_blocks(tmp_path, mo
 
     import shardstep
     from converting import to
-    from shardstep.convert import source
+    from shardstep.state.blocks import blocks_of_whole
 
     model = nn.Linear(64, 64)
     monkeypatch.setattr("shardstep.state.blocks.MOST_NBYTES", 1024)
-    monkeypatch.setattr(source, "MOST_NBYTES", 1024)
     shardstep.save(tmp_path / "saved", model)
     sizes = []
-    monkeypatch.setattr("shardstep.convert.to_dcp.cut", lambda block: sizes.append(block.nbytes) or source.cut(block))
+    monkeypatch.setattr(
+        "shardstep.convert.to_dcp.blocks_of_whole",
+        lambda block: sizes.append(block.nbytes) or blocks_of_whole(block),
+    )
     to("dcp", tmp_path / "saved", tmp_path / "made")
     assert max(sizes) <= 1024
     to("torch", tmp_path / "made", tmp_path / "made.pt")

@@ -10,13 +10,13 @@ from torch import nn, optim
 
 from converting import same, to, trained
 from shardstep.convert.names import match_names, shape_of
-from shardstep.convert.source import SourceError, lazy
+from shardstep.convert.source import SourceError, lazy_tensor
 
 pytestmark = pytest.mark.slow  # make test-slow
 
 
 def model_of(**shapes: tuple[int, ...]):
-    return {name.replace("__", "."): lazy(torch.zeros(shape)) for name, shape in shapes.items()}
+    return {name.replace("__", "."): lazy_tensor(torch.zeros(shape)) for name, shape in shapes.items()}
 
 
 def state_of(*shapes: tuple[int, ...] | None):
@@ -41,7 +41,7 @@ def test_a_parameter_without_state_is_what_is_left():
 
 def test_statistics_of_a_batch_norm_are_no_parameters():
     net = nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
-    model = {key: lazy(value) for key, value in net.state_dict().items()}
+    model = {key: lazy_tensor(value) for key, value in net.state_dict().items()}
     state = state_of(*(param.shape for param in net.parameters()))
     found = match_names([list(state)], state, model, {})
     assert [found[number] for number in state] == [name for name, _ in net.named_parameters()]

@@ -257,7 +257,7 @@ def test_a_description_that_does_not_cover_a_tensor_is_refused(tmp_path):
     description = pickle.loads((made / ".metadata").read_bytes())
     description.state_dict_metadata["model.a"].size = torch.Size([5])
     (made / ".metadata").write_bytes(pickle.dumps(description))
-    with pytest.raises(SourceError, match=r"of the 5 elements of model\.a 2 are stored"):
+    with pytest.raises(SourceError, match=r"incomplete: 2 of the 5 elements of model\.a are stored"):
         to("torch", made, tmp_path / "made.pt")
 
 
@@ -313,9 +313,9 @@ def test_extra_that_has_no_place_is_refused_with_the_remedy(tmp_path):
 
 
 def test_inspecting_runs_no_code_either(tmp_path, mark):
-    from shardstep.checkpoint.folder import find
+    from shardstep.checkpoint.folder import find_checkpoints
 
-    summary = inspect_checkpoint(find(shardstep_block(tmp_path, mark))[0][0])
+    summary = inspect_checkpoint(find_checkpoints(shardstep_block(tmp_path, mark))[0][0])
     assert summary.tensors == 2
     assert not mark.exists()
 
@@ -325,6 +325,6 @@ def test_a_conversion_into_a_checkpoint_is_refused_as_the_next_save_there_would_
     shardstep.save(tmp_path / "last", model, opt)
     for kind, name in (("torch", "all.pt"), ("dcp", "again")):
         for force in (False, True):
-            with pytest.raises(ValueError, match="lies inside the checkpoint"):
+            with pytest.raises(ValueError, match="is inside the checkpoint"):
                 to(kind, tmp_path / "last", tmp_path / "last" / name, force=force)
     shardstep.save(tmp_path / "last", model, opt)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardstep.planning import Layout, ParamSpec, Plan, find_problems, make_plan
-from shardstep.planning.balance import MOST_ELEMENTS, MOST_TRAFFIC, deal_by_cost
+from shardstep.planning.balance import MOST_ELEMENTS, MOST_TRAFFIC, assign_by_cost
 from shardstep.planning.cost import Cost, elementwise_cost, itemsize_of, muon_cost
 from test_planning import numels_by_rank, simple, spec_lists
 
@@ -174,7 +174,7 @@ def test_ten_thousand_parameters_over_1024_ranks_are_dealt_by_cost_in_less_than_
 
     def once() -> float:
         begin = time.process_time()  # what other processes do not change
-        deal_by_cost(specs, costs, 1024, range(len(specs)))
+        assign_by_cost(specs, costs, 1024, range(len(specs)))
         return time.process_time() - begin
 
     assert min(once() for _ in range(3)) < 1.0

@@ -31,7 +31,7 @@ def without_a_way() -> dict[str, tuple[Any, str]]:
     return {
         "meta": (torch.ones(2, device="meta"), "meta device, which has no values: put it on a device"),
         "quantized": (quantized, "quantized tensor: keep its int_repr()"),
-        "sparse": (sparse, "only plain dense tensors"),
+        "sparse": (sparse, "use a plain dense tensor"),
         "endless": (endless, "['endless'][1]['again'] contains itself"),
         "loop": (loop, "['loop']['self'] contains itself"),
     }

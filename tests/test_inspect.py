@@ -136,8 +136,8 @@ def test_what_is_nothing_known_is_misuse(tmp_path):
     (tmp_path / "notes.txt").write_text("words and more words")
     for path, words in (
         (tmp_path / "gone", "there is nothing at"),
-        (tmp_path / "notes.txt", "neither a file of torch.save nor safetensors"),
-        (tmp_path, "no checkpoint that is known here; it has notes.txt"),
+        (tmp_path / "notes.txt", "neither a file of torch.save nor of safetensors"),
+        (tmp_path, "is not a checkpoint of a known format; it contains notes.txt"),
     ):
         result = invoke("inspect", path)
         assert result.exit_code == 2
@@ -149,7 +149,7 @@ def test_a_file_of_a_checkpoint_is_told_its_folder(run):
     for name in ("manifest.json", ".metadata", "__0_0.distcp"):
         result = invoke("inspect", run / "step-20" / name)
         assert result.exit_code == 2
-        assert f"is a file of a checkpoint of shardstep: give its folder, {run}/step-20" in result.output.replace(
+        assert f"is one file of a checkpoint of shardstep: give its folder, {run}/step-20" in result.output.replace(
             "\n", " "
         )
 
@@ -171,7 +171,7 @@ def test_a_whole_conversion_in_a_process_of_its_own(run, tmp_path):
 def test_notes_are_told(run, tmp_path):
     result = invoke("convert", run, tmp_path / "w", "--to", "safetensors")
     assert result.exit_code == 0
-    assert "note: safetensors has no place for the optimizer's state" in result.output
+    assert "note: safetensors cannot contain the optimizer's state" in result.output
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_notes_are_told(run, tmp_path):
         (["--to", "onnx"], "--to must be torch, dcp or safetensors, got 'onnx'."),
         (["--to", "dcp", "--with-state"], "--with-state is for --to safetensors"),
         (["--to", "safetensors", "--shard-mb", "0"], "--shard-mb must be at least 1, got 0."),
-        (["--to", "dcp", "--names", "no-such-file"], "--names must be a file, and no-such-file is none."),
+        (["--to", "dcp", "--names", "no-such-file"], "--names must be a file, and no-such-file is not a file."),
     ],
 )
 def test_bad_arguments_get_a_sentence_and_status_2(run, tmp_path, arguments, sentence):

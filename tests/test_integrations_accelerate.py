@@ -363,16 +363,16 @@ def refuses_another_engine() -> list[str]:
 
 def test_what_cannot_be_done_is_refused_before_training(workers):
     for norm, value, half, ddp in workers(2).run(refused, timeout=60):
-        assert norm.startswith("ValueError: clip_grad_norm_ is given 1 of the 2 trainable parameters")
+        assert norm.startswith("ValueError: clip_grad_norm_ was given 1 of the 2 trainable parameters")
         assert "2 of the 2 trainable parameters of a sharded optimizer and others" in value
-        assert half.startswith("ValueError: no sharded optimizer has extra of this Linear")
+        assert half.startswith("ValueError: no sharded optimizer trains extra of this Linear")
         assert ddp.startswith("TypeError: this model is wrapped in DistributedDataParallel")
 
 
 def test_another_engine_is_refused(workers):
     for fsdp, mesh, hook in workers(2).run(refuses_another_engine, timeout=60):
-        assert fsdp.startswith("ValueError: this accelerator is configured for FSDP, which shards by itself")
-        assert hook.startswith("ValueError: comm_hook='fp16' of DistributedDataParallelKwargs would do nothing here")
+        assert fsdp.startswith("ValueError: this accelerator is configured for FSDP, which cannot be combined with")
+        assert hook.startswith("ValueError: comm_hook='fp16' of DistributedDataParallelKwargs has no effect without")
         assert mesh.startswith("ValueError: shardstep shards over data-parallel ranks, and this accelerator has")
 
 
@@ -401,7 +401,7 @@ def test_a_program_on_one_process_needs_no_process_group():
 def test_one_of_several_processes_is_not_taken_for_the_only_one(tmp_path):
     (tmp_path / "script.py").write_text(ALONE.replace("cpu=True", ""))
     failure = torchrun(tmp_path / "script.py", ranks=2, folder=tmp_path, fails=True)
-    assert "RuntimeError: there are 2 ranks, and Accelerate knows of 1" in failure
+    assert "RuntimeError: there are 2 ranks, and Accelerate has found 1" in failure
 
 
 def test_the_program_in_the_documentation_runs(tmp_path):

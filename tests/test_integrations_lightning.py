@@ -338,10 +338,10 @@ RETURNED: dict[str, Any] = {
     r"optimizer 0 of configure_optimizers is AdamW: return shardstep\.shard\(self": lambda module: optim.AdamW(
         module.parameters()
     ),
-    r"is the drop-in, which works with DDP: use Trainer\(strategy='ddp'\)": lambda module: (
-        shardstep.ZeroRedundancyOptimizer(module.parameters(), optim.AdamW, lr=0.1)
+    r"is the drop-in, which needs DDP: use Trainer\(strategy='ddp'\)": lambda module: shardstep.ZeroRedundancyOptimizer(
+        module.parameters(), optim.AdamW, lr=0.1
     ),
-    "is of a Sequential, and checkpoints have names of the whole module": lambda module: shardstep.shard(
+    "was made for a Sequential, and checkpoints need names of the whole module": lambda module: shardstep.shard(
         module.net, optim.AdamW, lr=0.1
     ),
     "no group has frozen_or_not.weight, frozen_or_not.bias: add a group": lambda module: shardstep.shard(
@@ -370,7 +370,7 @@ def test_what_cannot_be_trained_is_refused_before_training(workers, tmp_path):
     expected = [
         *RETURNED,
         "AsyncCheckpointIO cannot be used with ShardStepStrategy",
-        "s3://bucket/run: checkpoints of ShardStepStrategy are written to a file system that all ranks share",
+        "s3://bucket/run is not a local path: give a folder on a file system that all ranks share",
         "called inside DistributedDataParallel, which averages its gradients, too",
     ]
     for found in workers(2).run(is_refused, tmp_path):

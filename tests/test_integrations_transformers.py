@@ -265,11 +265,11 @@ def refused(folder: Path) -> list[str]:
 
 def test_what_cannot_be_sharded_is_refused_before_training(workers, tmp_path):
     for plain, factory, coupled, gpus in workers(2).run(refused, tmp_path, timeout=60):
-        assert plain.startswith("TypeError: optimizers has a AdamW, which every rank would hold whole")
+        assert plain.startswith("TypeError: the trainer has a AdamW, which is not sharded")
         assert "is not built from param groups, and cannot be sharded" in factory
         assert coupled.startswith("ValueError: ")
         assert "LBFGS" in coupled
-        assert gpus.startswith("ValueError: one process has 2 GPUs here, and the Trainer would use DataParallel")
+        assert gpus.startswith("ValueError: this process has 2 GPUs, for which the Trainer would use DataParallel")
 
 
 def refuses_what_would_not_be_sharded(folder: Path) -> list[str]:
@@ -297,9 +297,9 @@ def refuses_what_would_not_be_sharded(folder: Path) -> list[str]:
 def test_a_trainer_that_would_train_without_shards_is_refused(workers, tmp_path):
     """Before: a plain optimizer from create_optimizer, and Sharded named last, trained with DDP, and nobody said so."""
     for own, order, config in workers(2).run(refuses_what_would_not_be_sharded, tmp_path, timeout=60):
-        assert own.startswith("TypeError: optimizers has a SGD, which every rank would hold whole")
-        assert order.startswith("TypeError: Mine names a trainer before Sharded, which would shard nothing")
-        assert config.startswith('ValueError: ShardConfig(step="backward") has stepped when backward ends')
+        assert own.startswith("TypeError: the trainer has a SGD, which is not sharded")
+        assert order.startswith("TypeError: Mine has a trainer before Sharded among its bases, and would not shard")
+        assert config.startswith('ValueError: ShardConfig(step="backward") steps inside backward')
 
 
 # -- whole programs ----------------------------------------------------------------------------------------------------

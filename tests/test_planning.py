@@ -228,17 +228,20 @@ def parked(segment: Segment, holder: int = 1) -> tuple[Bucket, ...]:
     [
         (lambda p: damaged(p, buckets=()), "no rank holds it"),
         (lambda p: damaged(p, parked=parked(Segment(0, 0, 2, 0))), "held twice"),
-        (lambda p: damaged(p, parked=parked(Segment(0, 0, 2, 0))), "trainable, but does not travel"),
+        (lambda p: damaged(p, parked=parked(Segment(0, 0, 2, 0))), "trainable, but not sent"),
         (lambda p: damaged(p, parked=parked(Segment(9, 0, 2, 0))), "does not exist"),
         (lambda p: damaged(p, parked=parked(Segment(0, 0, 2, 0), 9)), "held by rank 9, which does not exist"),
         (lambda p: rebucket(p, segments=(Segment(0, 2, 10, 2),)), "no rank holds elements 0 to"),
         (lambda p: rebucket(p, segments=(Segment(0, 0, 8, 0),)), "the parameter at 10"),
-        (lambda p: rebucket(p, segments=(Segment(0, 0, 6, 0), Segment(0, 6, 10, 5))), "lie over each other"),
-        (lambda p: rebucket(p, segments=(Segment(0, 0, 10, 5),)), "outside the bucket's 10 elements"),
+        (lambda p: rebucket(p, segments=(Segment(0, 0, 6, 0), Segment(0, 6, 10, 5))), "segments overlap"),
+        (lambda p: rebucket(p, segments=(Segment(0, 0, 10, 5),)), "outside of the bucket's 10 elements"),
         (lambda p: rebucket(p, ranges=EqualRanges(3, 4)), "3 ranges for 2 ranks"),
-        (lambda p: rebucket(p, ranges=WholeRanges((4, 10), (0,))), "lies outside the range of rank 0"),
-        (lambda p: rebucket(p, dtype="float64"), "cannot travel in bucket 0"),
-        (lambda p: damaged(p, params=(dataclasses.replace(p.params[0], trainable=False),)), "frozen, but travels"),
+        (lambda p: rebucket(p, ranges=WholeRanges((4, 10), (0,))), "is outside of the range of rank 0"),
+        (lambda p: rebucket(p, dtype="float64"), "cannot be sent in bucket 0"),
+        (
+            lambda p: damaged(p, params=(dataclasses.replace(p.params[0], trainable=False),)),
+            "frozen, but sent in bucket",
+        ),
     ],
 )
 def test_find_problems_names_what_is_wrong(damage, complaint):

@@ -331,7 +331,7 @@ def loads_what_is_not_its_own(plain: bool) -> None:
     renamed = shard(Renamed(), False)
     text = raised(lambda: renamed.load_state_dict(saved))[1]
     assert "it has layers.0.weight, layers.1.weight" in text
-    assert "it has not got other.0.weight" in text
+    assert "it does not have other.0.weight" in text
     for group in saved["param_groups"]:
         del group["param_names"]
     renamed.load_state_dict(saved)

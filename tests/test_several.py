@@ -179,7 +179,7 @@ def is_saved_and_loaded() -> None:
     turned[1].pop("weight_decay")
     wrong = shardstep.shard(Blocks(), groups=turned)
     assert (
-        "is of torch.optim.adamw.AdamW, and here of torch.optim.sgd.SGD"
+        "was saved by torch.optim.adamw.AdamW, and is torch.optim.sgd.SGD here"
         in raised(lambda: wrong.load_state_dict(saved))[1]
     )
 

@@ -205,8 +205,8 @@ def reordered(saved: Any) -> None:
         for place, entry in other.state_dict()["state"].items():
             assert all(torch.equal(value, saved["state"][place][key]) for key, value in entry.items())
     for wrong, words in (
-        ({**by_name, "blocks.9.weight": {}}, "it has blocks.9.weight, unknown here"),
-        ({key: value for key, value in by_name.items() if key != "head.bias"}, "it has not got head.bias"),
+        ({**by_name, "blocks.9.weight": {}}, "it has blocks.9.weight, which this optimizer does not have"),
+        ({key: value for key, value in by_name.items() if key != "head.bias"}, "it does not have head.bias"),
     ):
         bad = {"state": wrong, "param_groups": [{**named, "params": sorted(wrong)}]}
         kind, text = raised(lambda bad=bad: other.load_state_dict(bad))

@@ -1,1 +1,1 @@
-"""Checkpoints: written by all ranks, read by any number of them, complete or not there."""
+"""Checkpoints: all ranks write them, any number of ranks reads them, and they are either complete or do not exist."""

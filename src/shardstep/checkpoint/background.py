@@ -1,10 +1,11 @@
-"""Saving beside training: what is saved is copied, and a thread writes it.
+"""Save asynchronously: copy what is saved to host memory, and let a thread write it while training continues.
 
-The thread has connections of its own to those of the other ranks (comm/host_groups.py), because the program uses its
-groups meanwhile. It is no daemon thread: a program that ends waits for it.
+The thread has its own connections to the threads of the other ranks (comm/host_groups.py), because the program uses its
+process groups meanwhile. It is not a daemon thread: a program that ends waits for it.
 
-[Note: saves of several groups] What became of a save is agreed on by the ranks that made it, so it is said at the next
-call of the same group: the ranks of another may be elsewhere. A call of another group only waits until it is written.
+[Note: saves of several groups] All ranks of a save must learn whether it failed, so its error is raised by the next
+call with the same process group; the ranks of another group may not call at the same time. A call with another group
+only waits until the save is written.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from shardstep.comm.host_groups import HostGroups, separate_hosts
 logger = logging.getLogger("shardstep")
 _ALIGNMENT = 64
 
-Verdict = Callable[[Exception | None], None]
+Agree = Callable[[Exception | None], None]  # called on all ranks with this rank's failure; raises on all if one failed
 
 
 class _FailedElsewhereError(Exception):
-    """Another rank could not do its part."""
+    """Another rank failed to write its part."""
 
 
 class Saving:
-    """A checkpoint that is being written. Made on all ranks."""
+    """A checkpoint that is being written. All ranks have one."""
 
-    def __init__(self, ranks: Ranks, write: Callable[[Verdict], None], hosts: HostGroups | None) -> None:
+    def __init__(self, ranks: Ranks, write: Callable[[Agree], None], hosts: HostGroups | None) -> None:
         self._ranks, self._hosts = ranks, hosts
         self._failure: Exception | None = None
-        self._is_told = False
+        self._is_reported = False
         self._thread = threading.Thread(target=self._run, args=(write,), name="shardstep-save", daemon=False)
         self._thread.start()
 
@@ -47,28 +48,28 @@ class Saving:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Return when the checkpoint is there; raise on all ranks if one failed. Called on all ranks."""
+        """Return when the checkpoint is complete, or raise on all ranks if one failed. Called on all ranks."""
         self.join()
-        if not self._is_told:
-            self._is_told = True
-            self._ranks.agree("the save before", self._failure)
+        if not self._is_reported:
+            self._is_reported = True
+            self._ranks.agree("the previous save", self._failure)
 
     def join(self) -> None:
-        """Return when this rank writes no more. Says nothing of how it went."""
+        """Return when this rank has stopped writing, whether or not it failed."""
         self._thread.join()
 
-    def _run(self, write: Callable[[Verdict], None]) -> None:
+    def _run(self, write: Callable[[Agree], None]) -> None:
         try:
-            write(self._verdict)
+            write(self._agree)
         except _FailedElsewhereError:
-            pass  # that rank says why
+            pass  # the rank that failed logs and reports the error
         except Exception as error:
             self._failure = error
             logger.error("a checkpoint could not be saved: %s", error)
         finally:
-            self._hosts = None  # who keeps what save returned does not keep Gloo's threads alive to the end
+            self._hosts = None  # a program that keeps this object must not keep Gloo's threads alive until it exits
 
-    def _verdict(self, failure: Exception | None) -> None:
+    def _agree(self, failure: Exception | None) -> None:
         failed = failure is not None
         if self._hosts is not None:
             failed = self._hosts.combine(bytes([failed])).highest != b"\0"
@@ -78,15 +79,15 @@ class Saving:
             raise _FailedElsewhereError
 
 
-_memory: torch.Tensor | None = None  # of the save before, of any group: the next takes it again
-_last: dict[int, tuple[Any, Saving]] = {}  # by group, which is kept with it: an id may be given again
-_hosts: dict[int, tuple[Any, HostGroups]] = {}  # by group
-for kept in (_last, _hosts):
-    atexit.register(kept.clear)  # as in comm/host_groups.py: Gloo's threads end while the interpreter still runs
+_memory: torch.Tensor | None = None  # the host memory of the previous save, to be used again
+_last: dict[int, tuple[Any, Saving]] = {}  # by the group's id; the group is kept so that its id is not used again
+_hosts: dict[int, tuple[Any, HostGroups]] = {}  # by the group's id
+for cache in (_last, _hosts):
+    atexit.register(cache.clear)  # as in comm/host_groups.py: Gloo's threads end while the interpreter still runs
 
 
-def finish_last(ranks: Ranks) -> None:
-    """Wait for the saves before, and raise on all of these ranks if theirs failed. [Note: saves of several groups]"""
+def finish_previous_save(ranks: Ranks) -> None:
+    """Wait for previous saves, and raise on all of `ranks` if theirs failed. [Note: saves of several groups]"""
     for _, saving in _last.values():
         saving.join()
     _, own = _last.pop(id(_group_of(ranks)), (None, None))
@@ -94,7 +95,8 @@ def finish_last(ranks: Ranks) -> None:
         own.wait()
 
 
-def start(ranks: Ranks, write: Callable[[Verdict], None], memory: torch.Tensor) -> Saving:
+def start_save(ranks: Ranks, write: Callable[[Agree], None], memory: torch.Tensor) -> Saving:
+    """Start a thread that calls `write`. `memory` is what `stage` returned; the next save uses it again."""
     global _memory
     _memory = memory
     group = _group_of(ranks)
@@ -117,7 +119,7 @@ def _hosts_of(ranks: Ranks) -> HostGroups | None:
 
 
 def stage(parts: Sequence[Part]) -> tuple[list[Part], torch.Tensor]:
-    """The same parts, copied to the host; and their memory, which the next save takes again if it has the size."""
+    """Return the parts, copied to host memory, and that memory; the previous save's is used again if its size fits."""
     sizes = [-(-part.values.nbytes // _ALIGNMENT) * _ALIGNMENT for part in parts]
     pinned = any(part.values.is_cuda for part in parts)
     memory = _memory if all(saving.is_done for _, saving in _last.values()) else None
@@ -126,15 +128,15 @@ def stage(parts: Sequence[Part]) -> tuple[list[Part], torch.Tensor]:
     staged, place = [], 0
     for part, size in zip(parts, sizes, strict=True):
         values = part.values.detach()
-        home = memory[place : place + values.nbytes].view(values.dtype).view(values.shape)
-        home.copy_(values, non_blocking=values.is_cuda)  # only of CUDA's devices is the end waited for
-        staged.append(replace(part, values=home))
+        copy = memory[place : place + values.nbytes].view(values.dtype).view(values.shape)
+        copy.copy_(values, non_blocking=values.is_cuda)  # _synchronize waits for CUDA devices only
+        staged.append(replace(part, values=copy))
         place += size
     _synchronize(part.values.device for part in parts)
     return staged, memory
 
 
 def _synchronize(devices: Iterable[torch.device]) -> None:
-    """Of every one: a model may lie on several, and the current one may be none of them."""
+    """Wait for all CUDA devices among `devices`: a model may be on several, none of them the current device."""
     for device in {one for one in devices if one.type == "cuda"}:
         torch.cuda.synchronize(device)

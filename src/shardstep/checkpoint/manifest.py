@@ -1,7 +1,7 @@
-"""What a checkpoint says of itself, in JSON: what is in it (contents.json), and which files it is (manifest.json).
+"""The JSON files of a checkpoint: contents.json describes its tensors, manifest.json lists its files.
 
-Nothing here can run code when it is read. torch's own `.metadata`, a pickle, is written too, for its readers; we never
-read it.
+Reading them cannot run code. torch's own `.metadata`, a pickle, is written too, for torch's readers; shardstep never
+reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MANIFEST, CONTENTS, METADATA = "manifest.json", "contents.json", ".metadata"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a tensor, and where its bytes are: a tensor as torch.save writes it."""
+    """A block of a tensor, and where its bytes are in a file; torch.save has written them."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -33,6 +33,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
+    """A tensor of a checkpoint, and the blocks in which it is stored."""
+
     shape: tuple[int, ...]
     dtype: str  # as torch prints it, without "torch."
     chunks: tuple[Chunk, ...]
@@ -40,19 +42,20 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One that the optimizer trains; `values` is what its state has beside tensors, encoded."""
+    """A parameter of the optimizer."""
 
     shape: tuple[int, ...]
     dtype: str
     state: tuple[str, ...] = ()  # the names of its state's tensors
-    values: str = ""
+    values: str = ""  # its state that is not a tensor, encoded by state/serialization.py
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that a checkpoint holds. Texts are those of state/serialization.py; their tensors are stored ones."""
+    """All that a checkpoint contains. `groups` and `extra` are encoded by state/serialization.py, and their tensors are
+    among `tensors`."""
 
-    world_size: int  # of those who wrote it: only what is a rank's own asks for it
+    world_size: int  # the number of ranks that wrote it; only `extra_of_ranks` depends on it
     parameters: Mapping[str, Parameter]
     groups: str
     tensors: Mapping[str, StoredTensor]
@@ -99,17 +102,19 @@ def _numbers(raw: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
+    """Size and checksum of a file."""
+
     nbytes: int
     crc32: int
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Written last: a folder without one is no checkpoint."""
+    """The list of a checkpoint's files. It is written last: a folder without one is not a checkpoint."""
 
-    sequence: int  # higher than that of every checkpoint that was beside it
-    saved: str  # when, in UTC
-    writer: Mapping[str, str]  # versions
+    sequence: int  # higher than that of every checkpoint that was in the same folder
+    saved: str  # the time in UTC
+    writer: Mapping[str, str]  # versions of the programs that wrote it
     files: Mapping[str, WrittenFile]
     version: int = VERSION
     format: str = field(default=FORMAT)
@@ -120,17 +125,19 @@ class Manifest:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether its manifest is one of `save`'s, damaged or not: other programs have a manifest.json too. OSError if
-    there is none, or it cannot be read."""
+    """Whether `save` wrote the folder's manifest.json, damaged or not: other programs write files of that name too.
+
+    Raises OSError if there is none, or if it cannot be read.
+    """
     payload = (folder / MANIFEST).read_bytes()
     if FORMAT.encode() in payload:
         return True
     beside = (folder / CONTENTS).is_file() and (folder / METADATA).is_file()
-    return beside and not _says_something_else(payload)
+    return beside and not _is_of_another_program(payload)
 
 
-def _says_something_else(payload: bytes) -> bool:
-    """An intact manifest of another kind. One of ours that was damaged is no JSON any more, or has another checksum."""
+def _is_of_another_program(payload: bytes) -> bool:
+    """Whether it is an intact manifest of another kind. A damaged one of ours is not JSON, or its checksum is wrong."""
     try:
         outer = json.loads(payload)
         return bool(zlib.crc32(outer["manifest"].encode()) == outer["crc32"])
@@ -141,33 +148,35 @@ def _says_something_else(payload: bytes) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """ValueError that names the file, if it is damaged or of a later version."""
+    """Return a checkpoint's manifest; raise ValueError that names the file if it is damaged or of a later version."""
     path = folder / MANIFEST
-    with _damaged(path):
+    with _raise_as_damaged(path):
         outer = json.loads(path.read_bytes())
         text = outer["manifest"]
         if zlib.crc32(text.encode()) != outer["crc32"]:
-            raise ValueError("its checksum is not that of its text")
+            raise ValueError("its checksum does not match its text")
         raw = json.loads(text)
         if raw["format"] != FORMAT:
             raise ValueError(f"its format is {raw['format']!r} and not {FORMAT!r}")
         version = int(raw["version"])
     if version != VERSION:
         raise ValueError(
-            f"{path} is of version {version} of the format, and this is shardstep for version {VERSION}: read it with "
-            "the shardstep that wrote it, or a later one"
+            f"{path} has version {version} of the format, and this shardstep reads version {VERSION}: read it with the "
+            "shardstep that wrote it, or a later one"
         )
-    with _damaged(path):
-        files = {_plain(name): WrittenFile(int(one["nbytes"]), int(one["crc32"])) for name, one in raw["files"].items()}
+    with _raise_as_damaged(path):
+        files = {
+            _check_name(name): WrittenFile(int(one["nbytes"]), int(one["crc32"])) for name, one in raw["files"].items()
+        }
         if CONTENTS not in files:
-            raise ValueError(f"it does not name {CONTENTS}")
+            raise ValueError(f"it does not list {CONTENTS}")
         return Manifest(int(raw["sequence"]), str(raw["saved"]), dict(raw["writer"]), files)
 
 
 def read_contents(folder: Path, manifest: Manifest) -> Contents:
-    """ValueError that names the file, if it cannot be what `save` wrote."""
+    """Return a checkpoint's contents; raise ValueError that names the file if `save` cannot have written it."""
     path = folder / CONTENTS
-    with _damaged(path):
+    with _raise_as_damaged(path):
         contents = Contents.from_json(path.read_text())
         for problem in contents_problems(contents, manifest.files):
             raise ValueError(problem)
@@ -175,7 +184,8 @@ def read_contents(folder: Path, manifest: Manifest) -> Contents:
 
 
 @contextmanager
-def _damaged(path: Path) -> Iterator[None]:
+def _raise_as_damaged(path: Path) -> Iterator[None]:
+    """Turn errors of reading a damaged file into a ValueError that names the file."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -183,35 +193,35 @@ def _damaged(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged ({what}): this checkpoint cannot be read") from error
 
 
-def _plain(name: str) -> str:
-    """The name of a file in the folder itself: with a path, a reader would be led elsewhere."""
+def _check_name(name: str) -> str:
+    """Return the name of a file in the folder itself; a path would lead readers to another folder."""
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
-        raise ValueError(f"it names {name!r}, which is no file of this folder")
+        raise ValueError(f"it lists {name!r}, which is not the name of a file in this folder")
     return name
 
 
 def contents_problems(contents: Contents, files: Mapping[str, WrittenFile]) -> Iterator[str]:
-    """Whatever a reader would stumble over, or worse, take for values."""
+    """Yield what would make a reader fail, or read wrong values."""
     for key, tensor in contents.tensors.items():
         yield from _tensor_problems(key, tensor, files)
     named = [f"model.{key}" for key in contents.model]
     named += [f"optim.state.{name}.{key}" for name, one in contents.parameters.items() for key in one.state]
     yield from (f"it has no tensor {key}" for key in named if key not in contents.tensors)
     if len(contents.extra_of_ranks) != contents.world_size:
-        yield f"{contents.world_size} ranks wrote it, and it has the extra of {len(contents.extra_of_ranks)}"
+        yield f"{contents.world_size} ranks wrote it, and it has extra_of_rank of {len(contents.extra_of_ranks)} ranks"
 
 
 def _tensor_problems(key: str, tensor: StoredTensor, files: Mapping[str, WrittenFile]) -> Iterator[str]:
     stored = 0
     for chunk in tensor.chunks:
         if chunk.file not in files:
-            yield f"{key} is said to be in {chunk.file!r}, which is no file of this checkpoint"
+            yield f"{key} refers to {chunk.file!r}, which is not a file of this checkpoint"
             return
         if not 0 <= chunk.start <= chunk.start + chunk.length <= files[chunk.file].nbytes:
-            yield f"{key} is said to be in bytes of {chunk.file} that it has not"
+            yield f"{key} refers to bytes behind the end of {chunk.file}"
         spans = zip_longest(chunk.offsets, chunk.sizes, tensor.shape, fillvalue=-1)
         if not all(0 <= offset <= offset + size <= most for offset, size, most in spans):
-            yield f"a block of {key} lies outside of its shape {tensor.shape}"
+            yield f"a block of {key} is outside of its shape {tensor.shape}"
         stored += math.prod(chunk.sizes)
     if stored != math.prod(tensor.shape):
         yield f"{key} has {math.prod(tensor.shape):,} elements, of which {stored:,} are stored"

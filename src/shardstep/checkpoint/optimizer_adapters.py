@@ -19,20 +19,20 @@ from torch.optim import Optimizer
 
 from shardstep.checkpoint.contents import (
     MODEL,
-    Holding,
     Loading,
-    Trainer,
+    OptimizerAdapter,
+    StateToSave,
     model_entries,
     parts_of_range,
     parts_of_whole,
+    request_for_whole,
+    requests_for_range,
     state_key,
-    wish_for_whole,
-    wishes_for_range,
 )
 from shardstep.checkpoint.manifest import Contents
 from shardstep.checkpoint.options import class_names, lineages, named_groups, take_options
-from shardstep.checkpoint.several import Several
-from shardstep.checkpoint.storage import Part, Wish, dtype_of
+from shardstep.checkpoint.several import CombinedAdapter
+from shardstep.checkpoint.storage import Part, ReadRequest, dtype_of
 from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
 from shardstep.engine.context import params_of
 from shardstep.optimizer import ShardedOptimizer
@@ -41,15 +41,15 @@ from shardstep.optimizers.optimizer_copy import OptimizerCopy, run_post_hooks, r
 from shardstep.optimizers.param_groups import copy_groups, load_options
 from shardstep.params.views import flat_gradient
 from shardstep.planning import Layout, ParamSpec, Piece
-from shardstep.state.serialization import Reader
-from shardstep.state.sharded_state import PartOfTensor, parts_by_place
+from shardstep.state.serialization import Decoder
+from shardstep.state.sharded_state import PartOfTensor, parts_by_param
 from shardstep.stepping.element_state import COUNT
 from shardstep.stepping.masters import AVERAGE, MASTER, NARROW, is_kept
 
 
-def trainer_of(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> Trainer:
+def adapter_for(optimizer: Any, model: nn.Module, rank: int, world_size: int) -> OptimizerAdapter:
     if isinstance(optimizer, list | tuple):
-        return Several([trainer_of(one, model, rank, world_size) for one in optimizer])
+        return CombinedAdapter([adapter_for(one, model, rank, world_size) for one in optimizer])
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"an optimizer is expected, or a list of them, got {type(optimizer).__name__}")
     names = _names_in(model, params_of(optimizer.param_groups))
@@ -77,7 +77,7 @@ def _names_in(model: nn.Module, params: list[torch.Tensor]) -> list[str]:
 def values_of(contents: Contents, name: str) -> dict[str, Any]:
     """What the saved state of a parameter has beside tensors."""
     text = contents.parameters[name].values
-    return dict(Reader(text).state) if text else {}
+    return dict(Decoder(text).state) if text else {}
 
 
 def weight_key(contents: Contents, name: str, dtype: torch.dtype, *, keeps_master: bool) -> str:
@@ -128,11 +128,11 @@ class FastLane:
     def _exact(self) -> Mapping[Piece, torch.Tensor]:
         return self._view.exact_weights()
 
-    def hold(self) -> Holding:
-        held = Holding()
+    def state_to_save(self) -> StateToSave:
+        held = StateToSave()
         entries = self._view.entries()
         first = {piece.param for piece in entries if piece.start == 0}  # who has that writes what all pieces have
-        for place, entry in parts_by_place(entries, self._params).items():
+        for place, entry in parts_by_param(entries, self._params).items():
             name = self._specs[place].name
             for key, value in entry.items():
                 if key == MASTER and self._specs[place].trainable and self._specs[place].wire:
@@ -172,9 +172,9 @@ class FastLane:
                     kept = copy.deepcopy(kept)
                 entry = values_of(contents, spec.name) if spec.name in names else kept
                 for key in keys:
-                    entry[key] = self._wish(loading, contents, piece, spec, param, key)
+                    entry[key] = self._request(loading, contents, piece, spec, param, key)
                 if has_weight:
-                    weights[piece] = self._wish_weights(loading, contents, piece, spec, param, entry)
+                    weights[piece] = self._request_weights(loading, contents, piece, spec, param, entry)
                 entries[piece] = entry
         groups_of = self._optimizer.param_groups
         loaded, made = copy_groups(groups_of), []
@@ -182,7 +182,7 @@ class FastLane:
         def check() -> None:
             take_options(groups, loaded, [spec.name for spec in self._specs])
             taken = {piece: entry for piece, entry in entries.items() if entry}
-            for held in (entries, loading.wishes):  # or it would be in memory twice, when it is joined into runs
+            for held in (entries, loading.requests):  # or it would be in memory twice, when it is joined into runs
                 held.clear()
             made.append(self._view.prepare(loaded, taken, weights, {}))
 
@@ -205,7 +205,7 @@ class FastLane:
     def keeps_master(self, name: str) -> bool:
         return self._view.has_masters and is_kept(self.parameters[name])
 
-    def _wish(
+    def _request(
         self, loading: Loading, contents: Contents, piece: Piece, spec: ParamSpec, param: torch.Tensor, key: str
     ) -> torch.Tensor:
         stored = contents.tensors[state_key(spec.name, key)]
@@ -213,17 +213,19 @@ class FastLane:
         is_cut = self._view.layouts[spec.group] is Layout.FLAT or key in (MASTER, AVERAGE)
         if stored.shape == spec.shape and spec.shape and is_cut:
             target = torch.empty(piece.numel, dtype=dtype, device=device)
-            loading.wishes.extend(wishes_for_range(state_key(spec.name, key), param, target, piece.start, piece.stop))
+            loading.requests.extend(
+                requests_for_range(state_key(spec.name, key), param, target, piece.start, piece.stop)
+            )
             return target
         # Counters stay on the host until the share puts them where its optimizer wants them.
         if stored.shape == spec.shape and spec.shape:
             whole = torch.empty_like(param.detach(), dtype=dtype)
         else:
             whole = torch.empty(stored.shape, dtype=dtype, device=device if stored.shape else "cpu")
-        loading.wishes.append(wish_for_whole(state_key(spec.name, key), whole))
+        loading.requests.append(request_for_whole(state_key(spec.name, key), whole))
         return whole
 
-    def _wish_weights(
+    def _request_weights(
         self,
         loading: Loading,
         contents: Contents,
@@ -238,7 +240,7 @@ class FastLane:
             return cast(torch.Tensor, entry[MASTER])  # it is rounded when it becomes the weight
         is_master = keeps_master and MASTER not in entry
         target = torch.empty(piece.numel, dtype=torch.float32 if is_master else param.dtype, device=param.device)
-        loading.wishes.extend(wishes_for_range(key, param, target, piece.start, piece.stop))
+        loading.requests.extend(requests_for_range(key, param, target, piece.start, piece.stop))
         if is_master:
             entry[MASTER] = target
         return target
@@ -267,8 +269,8 @@ class _Whole:
             for name, param in zip(self._names, self._params, strict=True)
         }
 
-    def _hold(self, entries: Mapping[Any, Mapping[str, Any]]) -> Holding:
-        held = Holding()
+    def _state_to_save(self, entries: Mapping[Any, Mapping[str, Any]]) -> StateToSave:
+        held = StateToSave()
         for place, entry in entries.items():
             if not isinstance(place, int):
                 raise TypeError(f"the optimizer's state has an entry {place!r} that belongs to no parameter")
@@ -283,13 +285,13 @@ class _Whole:
 
     def _load(
         self, contents: Contents, groups: list[dict[str, Any]], names: set[str], own: Mapping[Any, Any]
-    ) -> tuple[list[Wish], Callable[[], dict[str, Any]]]:
+    ) -> tuple[list[ReadRequest], Callable[[], dict[str, Any]]]:
         """Wishes, and what gives the state_dict of the unsharded optimizer when they have been read.
 
         `own` is the state that this rank has, and has for every parameter that it holds: what is not loaded stays. Of
         parameters that are not among them tensors take no memory.
         """
-        wishes: list[Wish] = []
+        requests: list[ReadRequest] = []
         state: dict[int, dict[str, Any]] = {}
         for place, name in enumerate(self._names):
             if name not in names:
@@ -305,7 +307,7 @@ class _Whole:
                     entry[key] = torch.empty((), dtype=dtype_of(stored)).expand(stored.shape)
                     continue
                 entry[key] = torch.empty(stored.shape, dtype=dtype_of(stored), device="cpu")
-                wishes.append(wish_for_whole(state_key(name, key), entry[key]))
+                requests.append(request_for_whole(state_key(name, key), entry[key]))
             if entry:
                 state[place] = entry
 
@@ -316,7 +318,7 @@ class _Whole:
             take_options(groups, loaded, self._names)
             return {"state": state, "param_groups": _by_place(loaded)}
 
-        return wishes, read
+        return requests, read
 
 
 def _by_place(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -350,9 +352,9 @@ class Plain(_Whole):
     def lineages(self) -> list[list[str]]:
         return lineages(type(self._optimizer), self._optimizer.param_groups)
 
-    def hold(self) -> Holding:
+    def state_to_save(self) -> StateToSave:
         state = self._optimizer.state_dict()["state"]
-        return self._hold({place: entry for place, entry in state.items() if self._is_mine(place)})
+        return self._state_to_save({place: entry for place, entry in state.items() if self._is_mine(place)})
 
     def _is_mine(self, place: Any) -> bool:
         return not isinstance(place, int) or place % self._world_size == self._rank
@@ -360,7 +362,7 @@ class Plain(_Whole):
     def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
         optimizer = self._optimizer
         own = {place: {} for place in range(len(self._names))} | optimizer.state_dict()["state"]
-        wishes, read = self._load(contents, groups, names, own)
+        requests, read = self._load(contents, groups, names, own)
         made: list[OptimizerCopy] = []
 
         def check() -> None:
@@ -368,7 +370,7 @@ class Plain(_Whole):
             made.append(OptimizerCopy(optimizer))
             made[0].load(state_dict)
 
-        return Loading(wishes, check, lambda: made.pop().take(), lambda: run_post_hooks(optimizer))
+        return Loading(requests, check, lambda: made.pop().take(), lambda: run_post_hooks(optimizer))
 
 
 def _brief(value: Any) -> str:
@@ -388,16 +390,16 @@ class DropIn(_Whole):
     def lineages(self) -> list[list[str]]:
         return lineages(type(self._optimizer.optim), self._optimizer.param_groups)
 
-    def hold(self) -> Holding:
-        return self._hold(self._optimizer.checkpoint_view().entries())
+    def state_to_save(self) -> StateToSave:
+        return self._state_to_save(self._optimizer.checkpoint_view().entries())
 
     def load(self, contents: Contents, groups: list[dict[str, Any]], names: set[str]) -> Loading:
         optimizer, view = self._optimizer, self._optimizer.checkpoint_view()
         mine = [place for place, rank in enumerate(view.plan.holders()) if rank == optimizer.rank]
-        wishes, read = self._load(contents, groups, names, {place: {} for place in mine} | view.entries())
+        requests, read = self._load(contents, groups, names, {place: {} for place in mine} | view.entries())
         made: list[Any] = []
         return Loading(
-            wishes,
+            requests,
             lambda: made.append(optimizer.prepare_state(read())),
             lambda: optimizer.take_state(made.pop()),
             lambda: run_post_hooks(optimizer),

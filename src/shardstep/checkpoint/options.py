@@ -1,4 +1,4 @@
-"""Param groups in a checkpoint: by the names of parameters, whole, with what schedulers keep in them."""
+"""Save, compare and load param groups, by the names of their parameters and with all options that schedulers add."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def lineages(optimizer_class: Any, groups: Sequence[Mapping[str, Any]]) -> list[
 def named_groups(
     groups: Sequence[Mapping[str, Any]], names: Sequence[str], classes: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """As they are saved; `names` are of all parameters, in order."""
+    """Return the groups as they are saved; `names` are the names of all parameters, in order."""
     left = iter(names)
     return [
         {
@@ -41,124 +41,129 @@ def named_groups(
 
 
 def group_problems(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], known: set[str]) -> list[str]:
-    """Why saved groups cannot be those of `own`. Parameters that are not `known` to the checkpoint do not count."""
-    problems, home = [], _home(saved)
+    """Return why saved groups do not fit the groups `own`; parameters that are not in `known`, those of the checkpoint,
+    are ignored."""
+    problems, group_of = [], _groups_by_name(saved)
     for number, group in enumerate(own):
-        theirs = _group_for(group["params"], home)
+        theirs = _group_for(group["params"], group_of)
         if theirs is None:
             continue
-        if theirs["class"] and theirs["class"] != group["class"]:  # a converted one may not know
+        if theirs["class"] and theirs["class"] != group["class"]:  # a converted checkpoint may have no class
             problems.append(f"group {number} was trained by {theirs['class']}, and is trained by {group['class']} here")
-        apart = [name for name in group["params"] if name in known and home.get(name) is not theirs]
-        if apart:
+        others = [name for name in group["params"] if name in known and group_of.get(name) is not theirs]
+        if others:
             problems.append(
-                f"{apart[0]} and {group['params'][0]} are in one group here, and were not when it was saved"
+                f"{others[0]} and {group['params'][0]} are in one group here, and were not when it was saved"
             )
-    return [*problems, *_split_problems(home, own)]
+    return [*problems, *_split_problems(group_of, own)]
 
 
-def _split_problems(home: _Home, own: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Of groups that were one: if their options are not the same here, they would be after loading."""
+def _split_problems(group_of: _GroupsByName, own: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield groups that were saved as one group and have different options here, which loading would make equal."""
     first: dict[int, Mapping[str, Any]] = {}
     for group in own:
-        theirs = _group_for(group["params"], home)
+        theirs = _group_for(group["params"], group_of)
         if theirs is None:
             continue
         other = first.setdefault(id(theirs), group)
         keys = sorted(other["options"].keys() | group["options"].keys())
         for key in keys:
             one, two = other["options"].get(key), group["options"].get(key)
-            if not _is_same(one, two):
+            if not _are_equal(one, two):
                 yield (
-                    f"{other['params'][0]} and {group['params'][0]} were in one group when it was saved, and here they "
-                    f"are in two with different {key} ({one!r} and {two!r}): loaded, both have "
+                    f"{other['params'][0]} and {group['params'][0]} were in one group when it was saved, and are in "
+                    f"two groups with different {key} ({one!r} and {two!r}) here: after loading both would have "
                     f"{theirs['options'].get(key)!r}"
                 )
 
 
-def _is_same(one: Any, two: Any) -> bool:
+def _are_equal(one: Any, two: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
         both = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
         return both and one.shape == two.shape and bool((one.cpu() == two.cpu()).all())
     return bool(one == two)
 
 
-_Home: TypeAlias = Mapping[str, Mapping[str, Any]]  # of each parameter, the group in which it was saved
+_GroupsByName: TypeAlias = Mapping[str, Mapping[str, Any]]  # name of a parameter -> the group in which it was saved
 
 
-def _home(saved: Sequence[Mapping[str, Any]]) -> _Home:
+def _groups_by_name(saved: Sequence[Mapping[str, Any]]) -> _GroupsByName:
     return {name: group for group in reversed(saved) for name in group["params"]}
 
 
-def _group_for(names: Sequence[str], home: _Home) -> Mapping[str, Any] | None:
-    return next((home[name] for name in names if name in home), None)
+def _group_for(names: Sequence[str], group_of: _GroupsByName) -> Mapping[str, Any] | None:
+    """Return the saved group of the first of these parameters that was saved."""
+    return next((group_of[name] for name in names if name in group_of), None)
 
 
-def of_other_classes(
+def find_other_classes(
     saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], lineages: Sequence[Sequence[str]]
 ) -> dict[str, tuple[Mapping[str, Any], str]]:
-    """By name, parameters that a class has trained which is neither that of here nor a base of it: the group as it was
-    saved, and the class of here."""
-    home = _home(saved)
+    """Return (saved group, class here) by name, for parameters that were trained by a class that is neither the class
+    here nor one of its base classes."""
+    group_of = _groups_by_name(saved)
     found = [
-        (name, (home[name], group["class"]))
+        (name, (group_of[name], group["class"]))
         for group, known in zip(own, lineages, strict=True)
         for name in group["params"]
-        if name in home and home[name]["class"] and home[name]["class"] not in known
+        if name in group_of and group_of[name]["class"] and group_of[name]["class"] not in known
     ]
     return dict(found)
 
 
-def without_names(saved: Sequence[Mapping[str, Any]], names: Container[str]) -> list[dict[str, Any]]:
+def remove_names(saved: Sequence[Mapping[str, Any]], names: Container[str]) -> list[dict[str, Any]]:
+    """Return the groups without the parameters `names`."""
     return [{**group, "params": [name for name in group["params"] if name not in names]} for group in saved]
 
 
 def warn_of_classes(
     others: Mapping[str, tuple[Mapping[str, Any], str]], state_of: Callable[[str], Iterable[str]]
 ) -> None:
-    """One warning of what `of_other_classes` has found, and is not loaded; `state_of` a parameter what was saved."""
+    """Warn once of all that `find_other_classes` has found, which is not loaded; `state_of` returns the names of a
+    parameter's saved state."""
     rows: dict[tuple[int, str], list[str]] = {}
     for name, (group, here) in others.items():
         rows.setdefault((id(group), here), []).append(name)
-    told = []
+    described = []
     for (_, here), names in rows.items():
         group = others[names[0]][0]
         state = sorted({key for name in names for key in state_of(name)})
         more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-        told.append(
-            f"{', '.join(names[:12])}{more}, trained by {group['class']}, and by {here} here (state: "
+        described.append(
+            f"{', '.join(names[:12])}{more}, trained by {group['class']} when it was saved, and by {here} here (state: "
             f"{', '.join(state) or 'none'}; options: {', '.join(sorted(group['options'])) or 'none'})"
         )
-    if told:
+    if described:
         warnings.warn(
-            f"state and options of another class are not loaded, and stay as they are here: {'; '.join(told)}",
+            f"state and options of another class are not loaded, and stay as they are: {'; '.join(described)}",
             stacklevel=5,
         )
 
 
 def take_options(saved: Sequence[Mapping[str, Any]], groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """Options as they were saved. A tensor stays the one that it was: a scheduler, or a graph, may hold it."""
-    left, home = iter(names), _home(saved)
+    """Set the options of `groups` to the saved ones. A tensor is written in place, because a scheduler or a CUDA graph
+    may refer to it."""
+    left, group_of = iter(names), _groups_by_name(saved)
     for group in groups:
-        theirs = _group_for([next(left) for _ in group["params"]], home)
+        theirs = _group_for([next(left) for _ in group["params"]], group_of)
         for key, value in (theirs["options"] if theirs else {}).items():
             own = group.get(key)
             if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
                 with torch.no_grad():
                     own.copy_(value)
             else:
-                group[key] = copy.deepcopy(value)  # two groups may have been one: neither changes the other's
+                group[key] = copy.deepcopy(value)  # groups that were saved as one must not share their options
 
 
 def warn_of_options(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> None:
-    """One warning of all options that are here and were not saved, or were saved and are not here."""
-    new, gone, home = set(), set(), _home(saved)
+    """Warn once of all options that are only here, or only in the checkpoint."""
+    only_here, only_saved, group_of = set(), set(), _groups_by_name(saved)
     for group in own:
-        theirs = _group_for(group["params"], home)
+        theirs = _group_for(group["params"], group_of)
         if theirs is not None:
-            new |= group["options"].keys() - theirs["options"].keys()
-            gone |= theirs["options"].keys() - group["options"].keys()
-    if new or gone:
-        words = [f"not in the checkpoint, and stay as they are: {', '.join(sorted(new))}"] if new else []
-        words += [f"only in the checkpoint, and are kept: {', '.join(sorted(gone))}"] if gone else []
+            only_here |= group["options"].keys() - theirs["options"].keys()
+            only_saved |= theirs["options"].keys() - group["options"].keys()
+    if only_here or only_saved:
+        words = [f"not in the checkpoint, and stay as they are: {', '.join(sorted(only_here))}"] if only_here else []
+        words += [f"only in the checkpoint, and are kept: {', '.join(sorted(only_saved))}"] if only_saved else []
         warnings.warn("options of param groups: " + "; ".join(words), stacklevel=5)

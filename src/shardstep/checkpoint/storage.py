@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint underneath: its file format and its reader; with a checksum of every file.
+"""Write and read files in the format of torch.distributed.checkpoint (DCP), with a checksum of every file.
 
-Its planning between ranks is not used: it sends pickles. Who holds which block follows from our plan, and what each
-rank wrote, from a text that it leaves in the folder.
+DCP's planning between ranks is not used, because it sends pickles. Which rank writes which block follows from our plan,
+and each rank leaves a JSON text in the folder that says what it wrote.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,29 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardstep.checkpoint.folder import MISSING, naming
-from shardstep.checkpoint.manifest import CONTENTS, Chunk, StoredTensor, WrittenFile
+import shardstep
+from shardstep.checkpoint.folder import MISSING, name_file_in_errors, write_durably
+from shardstep.checkpoint.manifest import (
+    CONTENTS,
+    MANIFEST,
+    METADATA,
+    Chunk,
+    Contents,
+    Manifest,
+    StoredTensor,
+    WrittenFile,
+)
 from shardstep.comm.agreement import travels
 
 
 @travels
 class DamagedError(RuntimeError):
-    """A checkpoint that is not what was written, or was not written by `save`. Another may do."""
+    """A checkpoint that has changed since it was written, or that `save` did not write. An older one may be usable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A block of a tensor that this rank writes; `values` may lie on any device, and be a view."""
+    """A block of a tensor that this rank writes; `values` may be on any device, and be a view."""
 
     key: str
     shape: tuple[int, ...]
@@ -51,8 +62,8 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """A block of a stored tensor, and where it is to go."""
+class ReadRequest:
+    """A request to read a block of a stored tensor into `target`."""
 
     key: str
     offsets: tuple[int, ...]
@@ -64,7 +75,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Where a value lies that torch.save wrote, for programs that read with torch.distributed.checkpoint."""
+    """Where the bytes of a value are that torch.save wrote; programs that use torch.distributed.checkpoint read it."""
 
     file: str
     start: int
@@ -74,7 +85,7 @@ class StoredObject:
 def write_parts(
     folder: Path, rank: int, parts: Iterable[Part]
 ) -> tuple[dict[str, StoredTensor], dict[str, WrittenFile]]:
-    """One file of this rank's, durable when this returns: what is in it, and its size and checksum.
+    """Write this rank's file and flush it to disk; return the tensors in it, and its size and checksum.
 
     torch's own writer would keep a copy of every block until the last is written.
     """
@@ -82,7 +93,7 @@ def write_parts(
         return {}, {}
     name = f"__{rank}_0.distcp"
     stored: dict[str, StoredTensor] = {}
-    with naming(folder / name), (folder / name).open("wb") as file:
+    with name_file_in_errors(folder / name), (folder / name).open("wb") as file:
         stream = _CheckedStream(file)
         for part in parts:
             start = stream.nbytes
@@ -97,31 +108,34 @@ def write_parts(
 
 def _save(values: torch.Tensor, stream: _CheckedStream) -> None:
     try:
-        torch.save(_by_itself(values), stream)  # type: ignore[arg-type]
+        torch.save(_to_own_storage(values), stream)  # type: ignore[arg-type]
     except RuntimeError as error:
-        if stream.failure is not None:  # of a full disk torch says "unexpected pos 704 vs 598"
+        if stream.failure is not None:  # when the disk is full, torch raises "unexpected pos 704 vs 598"
             raise stream.failure from error
         raise
 
 
 def join_chunks(one: StoredTensor | None, other: StoredTensor) -> StoredTensor:
+    """Return a tensor with the blocks of both."""
     if one is None:
         return other
     if (one.shape, one.dtype) != (other.shape, other.dtype):
-        raise ValueError(f"ranks hold parts of different tensors: {one.dtype} {one.shape}, {other.dtype} {other.shape}")
+        raise ValueError(
+            f"ranks have different tensors of one name: {one.dtype} {one.shape}, {other.dtype} {other.shape}"
+        )
     return StoredTensor(one.shape, one.dtype, (*one.chunks, *other.chunks))
 
 
-def _by_itself(values: torch.Tensor) -> torch.Tensor:
-    """On the CPU, in one piece, with a storage of its own size: torch.save writes all of it."""
-    near = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    start = near.storage_offset() * near.element_size()
-    storage: Any = near.untyped_storage()[start : start + near.nbytes]
-    return torch.empty(0, dtype=near.dtype, device="cpu").set_(storage, 0, near.shape, near.stride())
+def _to_own_storage(values: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous CPU tensor whose storage has only its elements, because torch.save writes whole storages."""
+    on_cpu = values.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    start = on_cpu.storage_offset() * on_cpu.element_size()
+    storage: Any = on_cpu.untyped_storage()[start : start + on_cpu.nbytes]
+    return torch.empty(0, dtype=on_cpu.dtype, device="cpu").set_(storage, 0, on_cpu.shape, on_cpu.stride())
 
 
 class _CheckedStream:
-    """Sums up what goes through it."""
+    """Writes to a file, and counts the bytes and computes their checksum."""
 
     def __init__(self, file: Any) -> None:
         self._file, self.nbytes, self.crc32 = file, 0, 0
@@ -142,7 +156,7 @@ class _CheckedStream:
 
 
 def write_objects(folder: Path, name: str, values: Sequence[Any]) -> tuple[list[StoredObject], WrittenFile]:
-    """One file of values, durable when this returns."""
+    """Write a file of values, each with torch.save, and flush it to disk."""
     stored = []
     with (folder / name).open("wb") as file:
         stream = _CheckedStream(file)
@@ -160,8 +174,10 @@ def metadata_bytes(
     objects: Mapping[str, StoredObject] | None = None,
     paths: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> bytes:
-    """torch's own description of the files, so that torch.distributed.checkpoint reads them without us. `paths`: of
-    keys, how they were nested."""
+    """Return torch's `.metadata` of the files, with which torch.distributed.checkpoint reads them without shardstep.
+
+    `paths` are the nested dict keys of flattened keys.
+    """
     metadata = as_metadata(tensors)
     for key, one in (objects or {}).items():
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
@@ -173,24 +189,48 @@ def metadata_bytes(
     return buffer.getvalue()
 
 
+def write_manifest(
+    partial: Path,
+    contents: Contents,
+    files: Mapping[str, WrittenFile],
+    metadata: bytes,
+    sequence: int,
+    **writer: str,
+) -> None:
+    """Write contents.json, torch's `.metadata`, and last the manifest, which makes the folder a checkpoint.
+
+    `writer` are further entries about the program that writes it.
+    """
+    text = write_durably(partial / CONTENTS, contents.to_json())
+    write_durably(partial / METADATA, metadata)
+    described = {CONTENTS: text, METADATA: metadata}
+    listed = {**files, **{name: WrittenFile(len(one), zlib.crc32(one)) for name, one in described.items()}}
+    who = {"shardstep": shardstep.__version__, "torch": torch.__version__, "ranks": str(contents.world_size), **writer}
+    saved = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    write_durably(partial / MANIFEST, Manifest(sequence, saved, who, listed).to_json())
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_wishes(folder: Path, tensors: Mapping[str, StoredTensor], wishes: Iterable[Wish]) -> None:
-    """Fill every target; at most one stored block is in memory beside them. DamagedError that names the file."""
+def read_blocks(folder: Path, tensors: Mapping[str, StoredTensor], requests: Iterable[ReadRequest]) -> None:
+    """Fill the target of every request; only one stored block at a time is in memory beside the targets.
+
+    Raises DamagedError that names the file if a block cannot be read.
+    """
     by_file: dict[str, list[ReadItem]] = {}
     planner = _Targets()
     known: dict[str, tuple[Metadata, TensorStorageMetadata]] = {}
-    for wish in wishes:
-        if wish.key not in known:
-            if wish.key not in tensors:
-                raise DamagedError(f"{folder / CONTENTS} is damaged (it has no tensor {wish.key})")
-            found = as_metadata({wish.key: tensors[wish.key]})
-            known[wish.key] = (found, found.state_dict_metadata[wish.key])  # type: ignore[assignment]
-        metadata, stored = known[wish.key]
-        items = planner.items_for(wish, stored)
-        if sum(math.prod(item.lengths) for item in items) != wish.target.numel():
-            raise DamagedError(f"{folder / CONTENTS} is damaged (of {wish.key} only some elements are stored)")
+    for request in requests:
+        if request.key not in known:
+            if request.key not in tensors:
+                raise DamagedError(f"{folder / CONTENTS} is damaged (it does not list the tensor {request.key})")
+            found = as_metadata({request.key: tensors[request.key]})
+            known[request.key] = (found, found.state_dict_metadata[request.key])  # type: ignore[assignment]
+        metadata, stored = known[request.key]
+        items = planner.add_request(request, stored)
+        if sum(math.prod(item.lengths) for item in items) != request.target.numel():
+            raise DamagedError(f"{folder / CONTENTS} is damaged (only some elements of {request.key} are stored)")
         for item in items:
             by_file.setdefault(metadata.storage_data[item.storage_index].relative_path, []).append(item)
     for name, items in by_file.items():
@@ -200,44 +240,46 @@ def read_wishes(folder: Path, tensors: Mapping[str, StoredTensor], wishes: Itera
         try:
             reader.read_data(LoadPlan(items), planner).wait()
         except pickle.UnpicklingError as error:
-            # torch's own words advise to read it all the same.
+            # torch's own error advises to read the file without this check, which would run its code.
             raise DamagedError(
-                f"{folder / name} has an object where a tensor was written: it was changed, perhaps to run code when "
-                "it is read; none was run"
+                f"{folder / name} has an object in place of a tensor: it was changed after it was written, perhaps to "
+                "run code when it is read; no code was run"
             ) from error
         except Exception as error:
-            has_size = not isinstance(error, AssertionError)  # or the block is not as large as the contents say
-            if has_size and (planner.is_placing or not is_of_contents(error)):
+            has_size = not isinstance(error, AssertionError)  # DCP asserts that a block has the size in the contents
+            if has_size and (planner.is_placing or not is_damage(error)):
                 raise
             raise DamagedError(f"{folder / name} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def is_of_contents(error: Exception) -> bool:
-    """Whether what a file holds, or that it is missing, is the cause; and not this machine: then every other
-    checkpoint would fail too, and an older one that does not is the wrong one."""
+def is_damage(error: Exception) -> bool:
+    """Whether the cause of an error is a missing or damaged file.
+
+    Errors of this machine are not: they would affect every checkpoint, and an older one must not be loaded instead.
+    """
     if isinstance(error, OSError):
         return isinstance(error, MISSING)
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return False
-    return "DefaultCPUAllocator" not in str(error)  # torch says it by a RuntimeError, as it does of a damaged file
+    return "DefaultCPUAllocator" not in str(error)  # torch raises RuntimeError for both: no memory and a damaged file
 
 
 class _Targets(DefaultLoadPlanner):
-    """Where blocks go."""
+    """Tells torch's reader where to copy the blocks that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self._targets: dict[MetadataIndex, torch.Tensor] = {}
         self._count = 0
-        self.is_placing = False  # a block was read, and is on its way to its target: no fault of the file's
+        self.is_placing = False  # whether a block is being copied to its target: an error is not the file's fault then
 
-    def items_for(self, wish: Wish, stored: TensorStorageMetadata) -> list[ReadItem]:
-        """Every wish under a name of its own: two may ask for the same block."""
+    def add_request(self, request: ReadRequest, stored: TensorStorageMetadata) -> list[ReadItem]:
+        """Return the read items of a request. Each request gets a name of its own: two may read the same block."""
         self._count += 1
         name = f"{self._count}"
-        chunk = ChunkStorageMetadata(torch.Size(wish.offsets), wish.target.shape)
-        self._targets[MetadataIndex(name, chunk.offsets)] = wish.target
-        made = create_read_items_for_chunk_list(wish.key, stored, [chunk])
+        chunk = ChunkStorageMetadata(torch.Size(request.offsets), request.target.shape)
+        self._targets[MetadataIndex(name, chunk.offsets)] = request.target
+        made = create_read_items_for_chunk_list(request.key, stored, [chunk])
         return [
             ReadItem(
                 item.type,
@@ -258,11 +300,11 @@ class _Targets(DefaultLoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """It was copied where it belongs."""
+        """Called by torch when the block was copied to its target."""
         self.is_placing = False
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise TypeError(f"{read_item.storage_index.fqn} is a pickled object, which is never read")
+        raise TypeError(f"{read_item.storage_index.fqn} is a pickled object, and shardstep reads none")
 
 
 def as_metadata(tensors: Mapping[str, StoredTensor]) -> Metadata:
@@ -283,6 +325,7 @@ def dtype_of(tensor: StoredTensor) -> torch.dtype:
     found = getattr(torch, tensor.dtype, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(
-            f"the checkpoint has tensors of {tensor.dtype!r}, which torch {torch.__version__} does not know"
+            f"the checkpoint has tensors of {tensor.dtype!r}, which torch {torch.__version__} does not have: load it "
+            "with the torch that saved it"
         )
     return found

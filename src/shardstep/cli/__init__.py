@@ -1,6 +1,6 @@
 """The command line: `shardstep`.
 
-`app.py` holds the commands, `demo/` what `shardstep demo` does. This file imports neither, so that the parts that
+`app.py` has the commands, and `demo/` the code of `shardstep demo`. This file imports neither, so that modules that
 need only torch (`shardstep.cli.demo.gpt`, the demo's workers) can be imported without the extras.
 """
 
@@ -16,12 +16,12 @@ def main() -> None:
     missing = [name for name in EXTRAS if find_spec(name) is None]
     if missing:
         print(
-            f"shardstep: the command line needs {' and '.join(missing)}, not installed here; "
-            'pip install "shardstep[cli]" brings what is missing.',
+            f"shardstep: the command line needs {' and '.join(missing)}, not installed here: "
+            'run pip install "shardstep[cli]".',
             file=sys.stderr,
         )
         sys.exit(1)
-    # Only now: app.py imports the extras.
+    # Imported here, because app.py imports the extras.
     from shardstep.cli.app import app
 
     app(prog_name="shardstep")

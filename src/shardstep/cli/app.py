@@ -10,20 +10,19 @@ import typer
 from rich.console import Console
 
 from shardstep import __version__
+from shardstep.cli.console import FAILED, INTERRUPTED, MISUSED, complete_from, exit_with_error
 from shardstep.cli.convert_command import convert_path
 from shardstep.cli.demo.exchange import Exchange, Result
 from shardstep.cli.demo.launch import WorkerError, run_workers
 from shardstep.cli.demo.report import format_count, make_table, show_progress, summarise
 from shardstep.cli.demo.settings import OPTIMIZERS, SIZES, Settings, find_problems
-from shardstep.cli.exit_codes import FAILED, INTERRUPTED, MISUSED, leave
 from shardstep.cli.inspect_command import inspect_path
-from shardstep.cli.shell_completion import one_of
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"shardstep {__version__}")
         raise typer.Exit
 
@@ -40,7 +39,7 @@ def shardstep(
 
         shardstep demo
 
-    What is in a checkpoint, and what other programs can read:
+    Show what is in a checkpoint, and convert it for other programs:
 
     \b
         shardstep inspect run
@@ -53,13 +52,13 @@ def demo(
     ranks: Annotated[int, typer.Option(help="Processes to train on, all on this machine.")] = 2,
     steps: Annotated[int, typer.Option(help="Training steps of each of the three runs.")] = 120,
     model: Annotated[
-        str, typer.Option(metavar="|".join(SIZES), autocompletion=one_of(SIZES), help="The size of the GPT.")
+        str, typer.Option(metavar="|".join(SIZES), autocompletion=complete_from(SIZES), help="The size of the GPT.")
     ] = "small",
     optimizer: Annotated[
         str,
         typer.Option(
             metavar="|".join(OPTIMIZERS),
-            autocompletion=one_of(OPTIMIZERS),
+            autocompletion=complete_from(OPTIMIZERS),
             help="AdamW, or Muon for the matrices and AdamW for the rest.",
         ),
     ] = "adamw",
@@ -69,27 +68,27 @@ def demo(
 ) -> None:
     """Train a small GPT in three ways and compare: DDP + AdamW, DDP + the drop-in optimizer, and shard().
 
-    All start from the same weights and see the same text, and take turns. At the end a table says whether the
+    All start from the same weights, train on the same text, and take turns. At the end a table shows whether the
     parameters are equal, how much optimizer state and gradients each rank keeps, how many bytes it sends and how long a
-    step takes; one picture shows the memory of every rank, another what a step costs. Runs on GPUs where there are
-    some, else on the CPU: in a minute or two on two cores.
+    step takes; one picture shows the memory of every rank, another what a step costs. Runs on GPUs if there are any,
+    else on the CPU: a minute or two on two cores.
 
     \b
         shardstep demo
         shardstep demo --model tiny --steps 50 --ranks 4 --out four-ranks
         shardstep demo --optimizer muon
     """
-    console = Console(highlight=False, markup=False)  # a folder may be called [bold]
+    console = Console(highlight=False, markup=False)  # the name of a folder may look like markup: [bold]
     settings = Settings(ranks=ranks, steps=steps, model=model, optimizer=optimizer, out=out)
     problems = find_problems(settings)
     if problems:
-        leave("demo", MISUSED, *problems)
+        exit_with_error("demo", MISUSED, *problems)
     try:
         result = _train(settings, console)
     except WorkerError as failure:
-        leave("demo", FAILED, str(failure))
+        exit_with_error("demo", FAILED, str(failure))
     except KeyboardInterrupt:
-        leave("demo", INTERRUPTED, "stopped; the workers have ended.")
+        exit_with_error("demo", INTERRUPTED, "stopped; the workers have ended.")
     _report(result, settings.out, console)
 
 
@@ -104,7 +103,7 @@ def _train(settings: Settings, console: Console) -> Result:
 
 
 def _report(result: Result, out: Path, console: Console) -> None:
-    # Only now: `--help` need not wait for matplotlib.
+    # Imported here, so that `--help` does not wait for matplotlib.
     from shardstep.cli.demo.picture import write_pictures
 
     out.mkdir(parents=True, exist_ok=True)
@@ -114,5 +113,5 @@ def _report(result: Result, out: Path, console: Console) -> None:
         console.print(sentence, soft_wrap=True)
 
 
-app.command("inspect", short_help="Say what is in a checkpoint, and whether it is whole.")(inspect_path)
-app.command("convert", short_help="Make a checkpoint of another format, or of another program's.")(convert_path)
+app.command("inspect", short_help="Show what is in a checkpoint, and whether it is complete.")(inspect_path)
+app.command("convert", short_help="Convert a checkpoint to or from another program's format.")(convert_path)

@@ -1,4 +1,4 @@
-"""`shardstep inspect`."""
+"""The command `shardstep inspect`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardstep.cli.byte_progress import show_bytes
+from shardstep.cli.console import FAILED, MISUSED, exit_with_error, show_bytes
 from shardstep.cli.demo.report import format_count
-from shardstep.cli.exit_codes import FAILED, MISUSED, leave
 from shardstep.format import format_nbytes
 
 if TYPE_CHECKING:
@@ -21,68 +20,70 @@ if TYPE_CHECKING:
 
 
 def inspect_path(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of them, or a foreign one.")],
-    quick: Annotated[bool, typer.Option("--quick", help="Compare sizes only: no file is read through.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, a folder of them, or one of another program.")
+    ],
+    quick: Annotated[bool, typer.Option("--quick", help="Check sizes only, without reading whole files.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for other programs.")] = False,
 ) -> None:
-    """Say what is in a checkpoint, who wrote it and whether it is whole.
+    """Show what is in a checkpoint, what wrote it, and whether it is complete and undamaged.
 
-    Of a folder of checkpoints: a table, the newest first. Of a file or folder of another program: what it is, what is
-    in it, and what `shardstep convert` makes of it. The status is 1 if anything is damaged, with the file named.
-    Nothing that is read can run code.
+    For a folder of checkpoints, prints a table, the newest first. For a file or folder of another program, prints its
+    format, what is in it, and the command that converts it. The exit status is 1 if a file is damaged, which is named.
+    Reading PATH cannot run code.
 
     \b
         shardstep inspect run
         shardstep inspect run/step-1000 --quick
         shardstep inspect weights.safetensors --json
     """
-    from shardstep.convert.detect import Kind, recognise
+    from shardstep.convert.detect import Kind, detect_kind
 
     console = Console(highlight=False, markup=False)
     try:
-        kind = recognise(path)
+        kind = detect_kind(path)
     except RuntimeError as error:
-        leave("inspect", FAILED, str(error))
+        exit_with_error("inspect", FAILED, str(error))
     except (ValueError, OSError) as error:
-        leave("inspect", MISUSED, str(error))
+        exit_with_error("inspect", MISUSED, str(error))
     try:
         summaries = _summaries(path, kind, console, quick=quick)
     except (ValueError, RuntimeError, OSError) as error:
-        leave("inspect", FAILED, f"{path} is {kind.value}.", str(error))
+        exit_with_error("inspect", FAILED, f"{path} is {kind.value}.", str(error))
     if as_json:
         rows = [{**asdict(one), "is_whole": one.is_whole} for one in summaries]
         typer.echo(json.dumps(rows if kind is Kind.RUN else rows[0], indent=1))
     elif kind is Kind.RUN:
-        console.print(_list(summaries))
+        console.print(_make_table(summaries))
     else:
-        _describe(summaries[0], console)
+        _print_summary(summaries[0], console)
         if kind is not Kind.SHARDSTEP:
             console.print(kind.remedy.format(path=path), soft_wrap=True)
     problems = [problem for one in summaries for problem in one.problems]
     if problems:
-        leave("inspect", FAILED, *problems)
+        exit_with_error("inspect", FAILED, *problems)
 
 
 def _summaries(path: Path, kind: Any, console: Console, *, quick: bool) -> list[Summary]:
-    # Only now: `--help` need not wait for torch.
-    from shardstep.checkpoint.folder import find
+    # Imported here, so that `--help` does not wait for torch.
+    from shardstep.checkpoint.folder import find_checkpoints
     from shardstep.convert.detect import Kind
     from shardstep.convert.inspection import inspect_checkpoint, inspect_folder, inspect_foreign, nbytes_at
-    from shardstep.convert.run import Wanted, describe
+    from shardstep.convert.run import ConvertRequest, describe_source
 
     if kind not in (Kind.SHARDSTEP, Kind.RUN):
-        return [inspect_foreign(describe(Wanted(path, path, "dcp")))]
+        return [inspect_foreign(describe_source(ConvertRequest(path, path, "dcp")))]
     with show_bytes(console) as begin:
-        told = begin("checked", 0 if quick else nbytes_at(path))
+        on_bytes = begin("checked", 0 if quick else nbytes_at(path))
         if kind is Kind.RUN:
-            return inspect_folder(path, told, quick=quick)
-        return [inspect_checkpoint(find(path)[0][0], told, quick=quick)]
+            return inspect_folder(path, on_bytes, quick=quick)
+        return [inspect_checkpoint(find_checkpoints(path)[0][0], on_bytes, quick=quick)]
 
 
-# -- for a person ------------------------------------------------------------------------------------------------------
+# -- print as text -----------------------------------------------------------------------------------------------------
 
 
-def _list(summaries: list[Summary]) -> Table:
+def _make_table(summaries: list[Summary]) -> Table:
     table = Table(box=None, pad_edge=False)
     for heading in ("checkpoint", "step", "saved", "ranks", "elements", "size", ""):
         table.add_column(heading, overflow="fold")
@@ -90,7 +91,7 @@ def _list(summaries: list[Summary]) -> Table:
         table.add_row(
             Path(one.path).name,
             "" if one.step is None else str(one.step),
-            _time(one.saved),
+            _format_time(one.saved),
             one.writer.get("ranks", ""),
             f"{one.elements:,}",
             format_nbytes(sum(one.nbytes.values())),
@@ -99,11 +100,11 @@ def _list(summaries: list[Summary]) -> Table:
     return table
 
 
-def _time(saved: str) -> str:
+def _format_time(saved: str) -> str:
     return saved.replace("T", " ").replace("+00:00", " UTC")
 
 
-def _describe(one: Summary, console: Console) -> None:
+def _print_summary(one: Summary, console: Console) -> None:
     def say(sentence: str) -> None:
         console.print(sentence, soft_wrap=True)
 
@@ -114,13 +115,13 @@ def _describe(one: Summary, console: Console) -> None:
         versions = [f"{name} {version}" for name, version in one.writer.items() if name in ("shardstep", "torch")]
         ranks = format_count(int(one.writer.get("ranks", 1)), "rank")
         converted = f", converted from {one.writer['converted_from']}" if "converted_from" in one.writer else ""
-        say(f"saved {_time(one.saved)} by {', '.join(versions)}, {ranks}{converted}")
+        say(f"saved {_format_time(one.saved)} by {', '.join(versions)}, {ranks}{converted}")
     dtypes = ", ".join(f"{numel:,} {dtype}" for dtype, numel in one.dtypes.items())
     trained = f"; the optimizer has {format_count(one.parameters, 'parameter')}" if one.parameters else ""
     say(f"{format_count(one.tensors, 'tensor')} in the model, {one.elements:,} elements ({dtypes}){trained}")
     if one.extra:
         say(f"extra: {', '.join(one.extra)}")
-    console.print(_sizes(one))
+    console.print(_make_size_table(one))
     for number, group in enumerate(one.groups):
         options = ", ".join(f"{key}={value}" for key, value in group.options.items())
         count = format_count(group.parameters, "parameter")
@@ -131,11 +132,11 @@ def _describe(one: Summary, console: Console) -> None:
         say(f"complete: {format_count(one.files, 'file')}, {one.checked} as they were written")
 
 
-def _sizes(one: Summary) -> Table:
+def _make_size_table(one: Summary) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for kind, nbytes in one.nbytes.items():
         table.add_row(kind, format_nbytes(nbytes))
-    table.add_row("together", format_nbytes(sum(one.nbytes.values())))
+    table.add_row("total", format_nbytes(sum(one.nbytes.values())))
     return table

@@ -1,1 +1,1 @@
-"""From one format to another: a source is described once, and its tensors are read when they are written."""
+"""Convert checkpoints between formats: a reader describes the source, a writer reads its tensors one by one."""

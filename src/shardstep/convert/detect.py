@@ -1,4 +1,4 @@
-"""What a path holds, by its names and first bytes. Nothing is unpickled, and torch is not imported."""
+"""Detect the format of a path from names and first bytes. Nothing is unpickled, and torch is not imported."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from enum import Enum
 from pathlib import Path
 
-from shardstep.checkpoint.folder import find, is_checkpoint
+from shardstep.checkpoint.folder import find_checkpoints, is_checkpoint
 from shardstep.checkpoint.manifest import CONTENTS, MANIFEST, METADATA
 
 
 class Kind(Enum):
-    """The formats, and what `convert` makes of each."""
+    """The formats that can be read."""
 
     SHARDSTEP = "a checkpoint of shardstep"
     RUN = "a folder of checkpoints of shardstep"
@@ -22,7 +22,7 @@ class Kind(Enum):
 
     @property
     def remedy(self) -> str:
-        """A line for those who have one and want a checkpoint."""
+        """The command that makes a checkpoint of shardstep from it."""
         if self is Kind.SAFETENSORS:
             return "`shardstep convert {path} DST --to dcp` makes a checkpoint of its weights"
         return "`shardstep convert {path} DST --to dcp` makes a checkpoint of it that shardstep.load reads"
@@ -32,16 +32,20 @@ _OUR_FILES = (MANIFEST, CONTENTS, METADATA)
 _DEEPSPEED_FILES = ("mp_rank_*_model_states.pt", "zero_pp_rank_*_states.pt", "*_optim_states.pt")
 
 
-def recognise(path: Path) -> Kind:
-    """FileNotFoundError, ValueError with what was seen, or RuntimeError of a checkpoint that is no longer one."""
+def detect_kind(path: Path) -> Kind:
+    """Return the format of a file or folder.
+
+    Raises FileNotFoundError if it does not exist, ValueError if its format is unknown, and RuntimeError if it is an
+    incomplete checkpoint.
+    """
     if path.is_dir():
         return _folder(path)
     if not path.exists():
-        if find(path)[0]:  # one that a save had put aside when it was killed
+        if find_checkpoints(path)[0]:  # a save was killed while it replaced this checkpoint
             return Kind.SHARDSTEP
         raise FileNotFoundError(f"there is nothing at {path}")
     if is_checkpoint(path.parent) and (path.name in _OUR_FILES or path.suffix == ".distcp"):
-        raise ValueError(f"{path} is a file of a checkpoint of shardstep: give its folder, {path.parent}")
+        raise ValueError(f"{path} is one file of a checkpoint of shardstep: give its folder, {path.parent}")
     with path.open("rb") as file:
         start = file.read(16)
     if start[:4] == b"PK\x03\x04" or start[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
@@ -51,7 +55,7 @@ def recognise(path: Path) -> Kind:
     if path.suffix == ".safetensors" or path.name.endswith(".safetensors.index.json"):
         return Kind.SAFETENSORS
     raise ValueError(
-        f"{path} is neither a file of torch.save nor safetensors: it begins with {start[:8]!r}. "
+        f"{path} is neither a file of torch.save nor of safetensors: it begins with {start[:8]!r}. "
         "Give a checkpoint's folder, a folder of checkpoints, or a file of one of these formats"
     )
 
@@ -61,7 +65,8 @@ def _folder(path: Path) -> Kind:
         return Kind.SHARDSTEP
     if (path / CONTENTS).is_file():
         raise RuntimeError(
-            f"{path} is a checkpoint of shardstep without {MANIFEST}, which is written last: incomplete, and not read"
+            f"{path} is an incomplete checkpoint of shardstep: it has no {MANIFEST}, which is written last. Use "
+            "another checkpoint"
         )
     if (path / ".metadata").is_file():
         return Kind.DCP
@@ -72,7 +77,7 @@ def _folder(path: Path) -> Kind:
     if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return Kind.SAFETENSORS
     files = sorted(one.name for one in path.iterdir())[:6]
-    raise ValueError(f"{path} is no checkpoint that is known here; it has {', '.join(files) or 'nothing in it'}")
+    raise ValueError(f"{path} is not a checkpoint of a known format; it contains {', '.join(files) or 'no files'}")
 
 
 def _is_deepspeed(path: Path) -> bool:
@@ -83,15 +88,15 @@ def _is_deepspeed(path: Path) -> bool:
     return any(any(place.glob(pattern)) for place in places for pattern in _DEEPSPEED_FILES)
 
 
-def names_in(file: Path) -> list[str]:
-    """Names of parameters that a person wrote down: a JSON list, or one in a line."""
+def read_names(file: Path) -> list[str]:
+    """Return the names of parameters in a file that the user has written: a JSON list, or one name per line."""
     text = file.read_text()
     if text.lstrip().startswith("["):
         try:
             names = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"{file} begins as a JSON list, and is none: {error}") from error
+            raise ValueError(f"{file} begins like a JSON list, but is not valid JSON: {error}") from error
         if not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{file} is a JSON list of something else than names")
+            raise ValueError(f"{file} must be a JSON list of strings, the names of parameters")
         return list(names)
     return [line.strip() for line in text.splitlines() if line.strip()]

@@ -1,8 +1,8 @@
-"""Reads folders that torch.distributed.checkpoint wrote, as FSDP2 programs do.
+"""Read folders that torch.distributed.checkpoint (DCP) wrote, as FSDP2 programs do.
 
-Its keys are what the program's state dict had, joined by dots, and programs name the parts as they like. So the parts
-are found by their form: below an optimizer are `param_groups.` and `state.`; a model is where the parameters are that
-the optimizer names. All the rest is what the program added.
+DCP joins the nested keys of the program's state dict by dots, and programs choose the keys freely. So model and
+optimizer are found by their structure: an optimizer has keys `param_groups.` and `state.`; a model has the parameters
+that the optimizer names. All other values are extra.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from shardstep.convert.source import Group, Lazy, Source, SourceError, Trained
-from shardstep.convert.stored import Place, read_place, stored_lazily
+from shardstep.convert.source import LazyTensor, Source, SourceError, SourceGroup, TrainedParameter
+from shardstep.convert.stored import FileRange, lazy_from_chunks, read_object
 from shardstep.convert.unpickling import read_description
 from shardstep.state.serialization import encode
 
@@ -35,72 +35,72 @@ def read(path: Path, *, with_extra: bool = True) -> Source:
     for key in folder.tensors:
         of_model = key.startswith(model) and (optimizer is None or not key.startswith(optimizer))
         if of_model and not _in_extra_state(folder, key):
-            source.model[key.removeprefix(model)] = folder.lazy(key)
+            source.model[key.removeprefix(model)] = folder.lazy_tensor(key)
     if optimizer is not None:
-        _take_state(source, folder, optimizer + _STATE, below)
+        _add_state(source, folder, optimizer + _STATE, below)
     rest = [key for key in folder.keys if key not in set(below) and key.removeprefix(model) not in source.model]
     source.others, rest = _others(folder, model, rest)
     if with_extra:
-        source.extra = _nested({_path_of(folder, key): folder.value(key) for key in rest})
+        source.extra = _nest({_path_of(folder, key): folder.value(key) for key in rest})
     return source
 
 
 class _Folder:
-    """Keys, and what is under them."""
+    """The keys of a DCP folder, and their values."""
 
     def __init__(self, path: Path, description: Metadata) -> None:
         self.path, self.paths = path, description.planner_data
         entries = description.state_dict_metadata
         self.keys = list(entries)
         self.tensors = {key: one for key, one in entries.items() if isinstance(one, TensorStorageMetadata)}
-        self._places: dict[str, list[tuple[Any, Place]]] = {}
+        self._places: dict[str, list[tuple[Any, FileRange]]] = {}
         for index, info in (description.storage_data or {}).items():
             if getattr(info, "transform_descriptors", None):
                 raise SourceError(
-                    f"{path} was written with {', '.join(info.transform_descriptors)} (extensions of torch's writer), "
-                    "which is not read here: save it without"
+                    f"{path} was written with extensions of torch's writer that cannot be read "
+                    f"({', '.join(info.transform_descriptors)}): save it without them"
                 )
-            place = Place(str(info.relative_path), info.offset, info.length)
+            place = FileRange(str(info.relative_path), info.offset, info.length)
             self._places.setdefault(index.fqn, []).append((index.offset, place))
 
-    def lazy(self, key: str) -> Lazy:
+    def lazy_tensor(self, key: str) -> LazyTensor:
         stored = self.tensors[key]
         places = {None if offset is None else tuple(offset): place for offset, place in self._places.get(key, ())}
         chunks = []
         for chunk in stored.chunks:
             place = places.get(tuple(chunk.offsets)) or (places.get(None) if len(stored.chunks) == 1 else None)
             if place is None:
-                raise SourceError(f"{self.path} does not say where the block of {key} at {list(chunk.offsets)} is")
+                raise SourceError(f"{self.path} is damaged: it does not list block {list(chunk.offsets)} of {key}")
             chunks.append((chunk.offsets, chunk.sizes, place))
-        return stored_lazily(self.path, key, stored.size, stored.properties.dtype, chunks)
+        return lazy_from_chunks(self.path, key, stored.size, stored.properties.dtype, chunks)
 
     def value(self, key: str) -> Any:
         if key in self.tensors:
-            return self.lazy(key).read()
+            return self.lazy_tensor(key).read()
         if not self._places.get(key):
-            raise SourceError(f"{self.path} does not say where {key} is")
-        return read_place(self.path, self._places[key][0][1], key)
+            raise SourceError(f"{self.path} is damaged: it does not list where {key} is stored")
+        return read_object(self.path, self._places[key][0][1], key)
 
 
-# -- where the parts are -----------------------------------------------------------------------------------------------
+# -- find model and optimizer ------------------------------------------------------------------------------------------
 
 
 def _optimizer_prefix(keys: Iterable[str], path: Path) -> str | None:
-    """What comes before `param_groups.`, or `state.` in a program without options; None without an optimizer."""
-    found = dict.fromkeys(prefix for key in keys for prefix in _before(key, _GROUPS))
+    """Return the prefix of the optimizer's keys, which end it with `param_groups.`; None if there is no optimizer."""
+    found = dict.fromkeys(prefix for key in keys for prefix in _prefixes_before(key, _GROUPS))
     with_state = [prefix for prefix in found if any(key.startswith(prefix + _STATE) for key in keys)]
     candidates = with_state or list(found)
-    # A scheduler or a wrapper may keep options of its own further down: the outermost is the optimizer's.
+    # Schedulers and wrappers may have param_groups at deeper levels: the outermost ones are the optimizer's.
     outer = [one for one in candidates if not any(one != other and one.startswith(other) for other in candidates)]
     if len(outer) > 1:
         raise SourceError(
             f"{path} has {len(outer)} optimizers, at {', '.join(repr(one.rstrip('.')) for one in outer)}: "
-            "a checkpoint of shardstep has one. Save each with its model by itself"
+            "only one can be converted. Save each with its model in a folder of its own"
         )
     return outer[0] if outer else None
 
 
-def _before(key: str, part: str) -> Iterator[str]:
+def _prefixes_before(key: str, part: str) -> Iterator[str]:
     if key.startswith(part):
         yield ""
     place = key.find("." + part)
@@ -109,29 +109,32 @@ def _before(key: str, part: str) -> Iterator[str]:
 
 
 def _model_prefix(keys: list[str], names: list[str], path: Path) -> str:
-    """What comes before the parameters that the optimizer has; without one, what all tensors have in common."""
+    """Return the prefix of the model's keys: that of the optimizer's parameters, or a usual one without optimizer."""
     if not names:
         tops = {key.split(".", 1)[0] for key in keys}
         likely = [one for one in ("model", "state_dict", "module", "app") if one in tops]
         if "model" in tops or len(likely) == 1:
-            return _deeper(keys, likely[0] + ".")
+            return _extend_prefix(keys, likely[0] + ".")
         return ""
     there = set(keys)
     candidates = dict.fromkeys(key.removesuffix(names[0]) for key in keys if key.endswith(names[0]))
-    whole = [one for one in candidates if (not one or one[-1] == ".") and all(one + name in there for name in names)]
-    if len(whole) == 1:
-        return whole[0]
-    if not whole:
+    complete = [one for one in candidates if (not one or one[-1] == ".") and all(one + name in there for name in names)]
+    if len(complete) == 1:
+        return complete[0]
+    if not complete:
         missing = next((name for name in names if not any(key.endswith(name) for key in keys)), names[0])
-        raise SourceError(f"{path} has an optimizer for {missing}, and no model that has all its parameters")
+        raise SourceError(
+            f"{path} has an optimizer of {missing}, and no model with all of its parameters: save model and optimizer "
+            "together"
+        )
     raise SourceError(
-        f"{path} has {len(whole)} models with the optimizer's parameters, at "
-        f"{', '.join(repr(one.rstrip('.')) for one in whole)}: which one is meant cannot be seen"
+        f"{path} has {len(complete)} models with the optimizer's parameters, at "
+        f"{', '.join(repr(one.rstrip('.')) for one in complete)}: save the one that belongs to the optimizer"
     )
 
 
-def _deeper(keys: list[str], prefix: str) -> str:
-    """'app.model.' of a program that saves one object called app, with the model in it."""
+def _extend_prefix(keys: list[str], prefix: str) -> str:
+    """Return 'app.model.' for 'app.' if a program has saved one object app that contains the model."""
     below = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
     return prefix + "model." if below and all(one.startswith("model.") for one in below) else prefix
 
@@ -139,7 +142,7 @@ def _deeper(keys: list[str], prefix: str) -> str:
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-def _groups(folder: _Folder, optimizer: str, below: Iterable[str]) -> list[Group]:
+def _groups(folder: _Folder, optimizer: str, below: Iterable[str]) -> list[SourceGroup]:
     prefix = optimizer + _GROUPS
     options = {key.removeprefix(prefix): key for key in below if key.startswith(prefix)}
     if any(key.endswith(".params") and key.split(".", 1)[0].isdigit() for key in options):
@@ -147,9 +150,9 @@ def _groups(folder: _Folder, optimizer: str, below: Iterable[str]) -> list[Group
     return _flattened_groups(folder, options)
 
 
-def _nested_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group]:
-    """<number>.<option>, and <number>.params"""
-    nested = _nested({tuple(_steps(short)): folder.value(key) for short, key in options.items()})
+def _nested_groups(folder: _Folder, options: Mapping[str, str]) -> list[SourceGroup]:
+    """Return groups that were saved as <number>.<option> and <number>.params."""
+    nested = _nest({tuple(_steps(short)): folder.value(key) for short, key in options.items()})
     groups = []
     for number in sorted(nested):
         group = dict(nested[number])
@@ -157,72 +160,73 @@ def _nested_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group]:
         group.pop("param_names", None)
         if not all(isinstance(name, str) for name in names):
             raise SourceError(
-                f"{folder.path} numbers its parameters: get_optimizer_state_dict(model, optimizer) has names"
+                f"{folder.path} has numbers in place of the parameters' names: save the optimizer's state that "
+                "get_optimizer_state_dict(model, optimizer) returns"
             )
-        groups.append(Group(tuple(names), group))
+        groups.append(SourceGroup(tuple(names), group))
     return groups
 
 
-def _flattened_groups(folder: _Folder, options: Mapping[str, str]) -> list[Group]:
-    """<parameter>.<option>: parameters whose options are the same were one group, or might have been."""
+def _flattened_groups(folder: _Folder, options: Mapping[str, str]) -> list[SourceGroup]:
+    """Return groups that were saved as <parameter>.<option>; parameters with equal options make one group."""
     found: dict[str, dict[tuple[Any, ...], Any]] = {}
     for short, key in options.items():
         steps = list(_steps(short))
-        place = max(number for number, step in enumerate(steps) if isinstance(step, str))  # behind it: places in a list
-        name = ".".join(map(str, steps[:place]))
-        found.setdefault(name, {})[tuple(steps[place:])] = folder.value(key)
-    by_name = {name: _nested(values) for name, values in found.items()}
+        last = max(number for number, step in enumerate(steps) if isinstance(step, str))  # numbers after it are indices
+        name = ".".join(map(str, steps[:last]))
+        found.setdefault(name, {})[tuple(steps[last:])] = folder.value(key)
+    by_name = {name: _nest(values) for name, values in found.items()}
     together: dict[str, list[str]] = {}
     for name, own in by_name.items():
         text, tensors = encode(dict(sorted(own.items())))
         mark = text + json.dumps([tensor.tolist() for tensor in tensors])
         together.setdefault(mark, []).append(name)
-    return [Group(tuple(names), by_name[names[0]]) for names in together.values()]
+    return [SourceGroup(tuple(names), by_name[names[0]]) for names in together.values()]
 
 
-def _take_state(source: Source, folder: _Folder, prefix: str, below: Iterable[str]) -> None:
+def _add_state(source: Source, folder: _Folder, prefix: str, below: Iterable[str]) -> None:
     for group in source.groups:
         for name in group.params:
-            source.trained[name] = Trained(source.model[name].shape, source.model[name].dtype)
+            source.trained[name] = TrainedParameter(source.model[name].shape, source.model[name].dtype)
     for full in below:
         if not full.startswith(prefix):
             continue
-        name, key = _owner(full.removeprefix(prefix), source.trained, folder.path)
+        name, key = _split_state_key(full.removeprefix(prefix), source.trained, folder.path)
         if full in folder.tensors:
-            source.trained[name].state[key] = folder.lazy(full)
+            source.trained[name].state[key] = folder.lazy_tensor(full)
         else:
             source.trained[name].values[key] = folder.value(full)
 
 
-def _owner(short: str, trained: Mapping[str, Trained], path: Path) -> tuple[str, str]:
-    """<parameter>.<key>, where both may have dots: the longest parameter that there is."""
+def _split_state_key(short: str, trained: Mapping[str, TrainedParameter], path: Path) -> tuple[str, str]:
+    """Split <parameter>.<key>, where both may have dots, after the longest name of a parameter."""
     parts = short.split(".")
     for count in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:count])
         if name in trained:
             return name, ".".join(parts[count:])
-    raise SourceError(f"{path} has state {short}, of no parameter that is in a group")
+    raise SourceError(f"{path} has state {short}, which belongs to no parameter of a param group")
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
 
 
 def _others(folder: _Folder, model: str, rest: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """What is no tensor in the model's state_dict, and what is none of the model's."""
+    """Return the values of the model's state_dict that are not tensors, and the keys that are not the model's."""
     inside: dict[tuple[Any, ...], Any] = {}
     for key in rest:
-        place = _in_extra_state(folder, key) or ((key,) if model else ())
-        if place and key.startswith(model):
-            inside[(place[0].removeprefix(model), *place[1:])] = key
+        path = _in_extra_state(folder, key) or ((key,) if model else ())
+        if path and key.startswith(model):
+            inside[(path[0].removeprefix(model), *path[1:])] = key
     left = set(rest) - set(inside.values())
-    values = {place: folder.value(key) for place, key in inside.items()}
-    return _nested(values), [key for key in rest if key in left]
+    values = {path: folder.value(key) for path, key in inside.items()}
+    return _nest(values), [key for key in rest if key in left]
 
 
 def _in_extra_state(folder: _Folder, key: str) -> tuple[Any, ...]:
-    """Where a value lies in what a module's get_extra_state() gave, whose dicts and lists torch stores item by item.
+    """Return where a value is in the result of a module's get_extra_state(), which DCP stores item by item.
 
-    The key of the state_dict, and the steps from there; nothing for all other keys.
+    This is the key of the state_dict, followed by dict keys and list indices; () for all other keys.
     """
     path = _path_of(folder, key)
     for number, step in enumerate(path):
@@ -242,26 +246,26 @@ def _steps(short: str) -> Iterator[Any]:
         yield int(part) if part.isdigit() else part
 
 
-def _nested(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """Dicts within dicts, by paths; one whose keys are the numbers 0, 1, 2 ..., in any order, was a list."""
+def _nest(values: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
+    """Return nested dicts of values by paths; a dict with keys 0, 1, 2 ... in any order becomes a list."""
     root: dict[Any, Any] = {}
     for path, value in values.items():
         inner = root
         for step in path[:-1]:
             inner = inner.setdefault(step, {})
             if not isinstance(inner, dict):
-                raise SourceError(f"{'.'.join(map(str, path))} lies within something that is no dict")
+                raise SourceError(f"the source is damaged: {'.'.join(map(str, path))} is below a key that has a value")
         if path[-1] in inner:
-            raise SourceError(f"{'.'.join(map(str, path))} is a value, and other values lie within it")
+            raise SourceError(f"the source is damaged: {'.'.join(map(str, path))} has a value, and keys below it")
         inner[path[-1]] = value
-    return {key: _listed(value) for key, value in root.items()}
+    return {key: _to_lists(value) for key, value in root.items()}
 
 
-def _listed(value: Any) -> Any:
+def _to_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    inner = {key: _listed(item) for key, item in value.items()}
-    # Several ranks may have written it: then its items come in the order of the ranks.
+    inner = {key: _to_lists(item) for key, item in value.items()}
+    # Items that several ranks have written are in the order of the ranks, not of the indices.
     if inner and inner.keys() == set(range(len(inner))):
         return [inner[place] for place in range(len(inner))]
     return inner

@@ -1,4 +1,4 @@
-"""Reads safetensors: one file, or a folder with an index. Weights only; the tensors are mapped, not read."""
+"""Read weights from safetensors: one file, or a folder with an index. Files are memory-mapped, and read when needed."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from typing import Any
 import torch
 
 from shardstep.checkpoint.contents import STATE
-from shardstep.convert.source import Lazy, Source, SourceError, cut, lazy
+from shardstep.convert.source import LazyTensor, Source, SourceError, lazy_tensor
 from shardstep.convert.to_safetensors import DTYPES, INDEX, SUFFIX
+from shardstep.state.blocks import blocks_of_whole
 
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-_MOST_HEADER = 100_000_000  # bytes, as the package has it
+_MOST_HEADER = 100_000_000  # bytes: the limit of the safetensors package
 
 
 def read(path: Path) -> Source:
     source = Source("safetensors", path)
     metadata: dict[str, str] = {}
     for file in files_of(path):
-        tensors, told = read_file(file)
+        tensors, header = read_file(file)
         twice = next((key for key in tensors if key in source.model), None)
         if twice is not None:
-            raise SourceError(f"{file} has {twice}, and so has a file before it")
+            raise SourceError(f"{file} has {twice}, which another file of the index has too: remove one of the files")
         source.model |= tensors
-        metadata |= told
+        metadata |= header
     state = [key for key in source.model if key.startswith(STATE)]
     for key in state:
         del source.model[key]
     if state:
         source.notes.append(
-            f"{len(state)} tensors of an optimizer's state are left out: there are no options beside them"
+            f"{len(state)} tensors of an optimizer's state are left out, because its options are not in the file"
         )
     for key, first in metadata.items():
         if key not in source.model and first in source.model:
@@ -43,6 +44,7 @@ def read(path: Path) -> Source:
 
 
 def files_of(path: Path) -> list[Path]:
+    """Return the files that an index lists, or that are in a folder without an index."""
     if path.is_dir():
         index = path / INDEX
         if not index.is_file():
@@ -58,29 +60,30 @@ def files_of(path: Path) -> list[Path]:
     files = [index.parent / str(name) for name in names]
     for name, file in zip(names, files, strict=True):
         if Path(str(name)).name != name:
-            raise SourceError(f"{index} names {name}, which is not beside it: not read")
+            raise SourceError(f"{index} lists {name}, which is not in its folder, and is therefore not read")
         if not file.is_file():
-            raise SourceError(f"{file} is missing, and {index.name} names it")
+            raise SourceError(f"{file} is missing: {index.name} lists it")
     return files
 
 
-def read_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
+def read_file(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Return the tensors and the metadata of one file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MOST_HEADER):
-            raise SourceError(f"{path} is damaged: its header would have {length:,} bytes, and the file has {size:,}")
+            raise SourceError(f"{path} is damaged: it has a header of {length:,} bytes in a file of {size:,} bytes")
         try:
             header = json.loads(file.read(length))
             metadata = {str(key): str(value) for key, value in header.pop("__metadata__", {}).items()}
         except (ValueError, TypeError, AttributeError) as error:
             raise SourceError(f"{path} is damaged: its header cannot be read ({error})") from error
-        # Copy on write: torch wants memory that could be written to, and the file stays as it is.
+        # Copy on write: torch needs writable memory, and the file must not change.
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     return {key: _tensor(path, memory, 8 + length, key, entry) for key, entry in header.items()}, metadata
 
 
-def _tensor(path: Path, memory: Any, base: int, key: str, entry: Any) -> Lazy:
+def _tensor(path: Path, memory: Any, base: int, key: str, entry: Any) -> LazyTensor:
     try:
         shape, (start, stop) = tuple(map(int, entry["shape"])), entry["data_offsets"]
         dtype = _BY_NAME[entry["dtype"]]
@@ -88,13 +91,15 @@ def _tensor(path: Path, memory: Any, base: int, key: str, entry: Any) -> Lazy:
         raise SourceError(f"{path} is damaged: {key} is described as {entry!r}") from error
     count = math.prod(shape)
     if min(shape, default=0) < 0 or start < 0 or stop - start != count * dtype.itemsize or base + stop > len(memory):
-        raise SourceError(f"{path} is damaged: {key} would lie at {start:,} to {stop:,}, and has {count:,} elements")
+        raise SourceError(f"{path} is damaged: {key} has {count:,} elements, and bytes {start:,} to {stop:,}")
     if not count:
-        return lazy(torch.empty(shape, dtype=dtype))
-    if (base + start) % dtype.itemsize:  # the format allows it, and torch's memory does not
-        return Lazy(
+        return lazy_tensor(torch.empty(shape, dtype=dtype))
+    if (base + start) % dtype.itemsize:  # unaligned tensors are valid in the format, but torch cannot view them
+        return LazyTensor(
             shape,
             dtype,
-            lambda: cut(torch.frombuffer(bytearray(memory[base + start : base + stop]), dtype=dtype).view(shape)),
+            lambda: blocks_of_whole(
+                torch.frombuffer(bytearray(memory[base + start : base + stop]), dtype=dtype).view(shape)
+            ),
         )
-    return lazy(torch.frombuffer(memory, dtype=dtype, count=count, offset=base + start).view(shape))
+    return lazy_tensor(torch.frombuffer(memory, dtype=dtype, count=count, offset=base + start).view(shape))

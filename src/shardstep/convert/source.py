@@ -1,7 +1,7 @@
-"""What is in a source, whatever its format: names, shapes and options at once, the tensors block by block.
+"""Describe a source in any format: names, shapes and options, with tensors that are read later, block by block.
 
-A model and its state may be larger than memory. So a reader says what there is, and a writer asks for one tensor after
-the other; what is in memory meanwhile is one block of one tensor, or one tensor where a format must have it whole.
+A model and its state may be larger than memory. So a reader returns a description, and a writer reads one tensor after
+the other. Only one block of one tensor is in memory at a time, or one tensor where the target's format needs that.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 
-from shardstep.planning.geometry import boxes, split
-from shardstep.state.blocks import MOST_NBYTES
+from shardstep.state.blocks import Block, blocks_of_whole, narrow_to
 
-Block = tuple[tuple[int, ...], torch.Tensor]  # where it begins in each dim, and its values
+OnBytes = Callable[[int], None]  # called with the bytes of each block that was read or written
 
 
 class SourceError(ValueError):
-    """A source that cannot be read, or not safely, or not without guessing."""
+    """A source that cannot be read, is not safe to read, or is ambiguous."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lazy:
-    """A tensor that is somewhere else; `blocks` reads it, in parts that cover it."""
+class LazyTensor:
+    """A tensor that is not read yet; `blocks` reads it, as blocks that together are the whole tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,10 +39,10 @@ class Lazy:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def copy_to(self, target: torch.Tensor, told: Callable[[int], None] = lambda nbytes: None) -> None:
+    def copy_to(self, target: torch.Tensor, on_bytes: OnBytes = lambda nbytes: None) -> None:
         for offsets, block in self.blocks():
-            narrowed(target, offsets, block.shape).copy_(block)
-            told(block.nbytes)
+            narrow_to(target, offsets, block.shape).copy_(block)
+            on_bytes(block.nbytes)
 
     def read(self) -> torch.Tensor:
         whole = torch.empty(self.shape, dtype=self.dtype)
@@ -51,42 +50,28 @@ class Lazy:
         return whole
 
 
-def narrowed(tensor: torch.Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> torch.Tensor:
-    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, start, size)
-    return tensor
+def lazy_tensor(tensor: torch.Tensor) -> LazyTensor:
+    """Return a LazyTensor of an existing tensor; if that is mapped from a file, it takes no memory."""
+    values = tensor.detach()
+    return LazyTensor(tuple(values.shape), values.dtype, lambda: blocks_of_whole(values))
 
 
-def cut(tensor: torch.Tensor) -> Iterator[Block]:
-    """Blocks of a size that a checkpoint stores, as views."""
-    shape = tuple(tensor.shape)
-    for whole in boxes(shape, 0, tensor.numel()):
-        for box in split(whole, max(1, MOST_NBYTES // tensor.element_size())):
-            yield box.offsets, narrowed(tensor, box.offsets, box.sizes)
-
-
-def lazy(tensor: torch.Tensor) -> Lazy:
-    """Of a tensor that is there already; one that is mapped from a file takes no memory by it."""
-    near = tensor.detach()
-    return Lazy(tuple(near.shape), near.dtype, lambda: cut(near))
-
-
-# -- all of it ---------------------------------------------------------------------------------------------------------
+# -- a whole source ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class Trained:
-    """A parameter that the optimizer has; `values` is what its state has beside tensors."""
+class TrainedParameter:
+    """A parameter of the optimizer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    state: dict[str, Lazy] = field(default_factory=dict)
-    values: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, LazyTensor] = field(default_factory=dict)  # tensors of its state
+    values: dict[str, Any] = field(default_factory=dict)  # its state that is not a tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A param group. Most formats do not say of which class the optimizer was: then `kind` is empty."""
+class SourceGroup:
+    """A param group. `kind` is the name of the optimizer's class, or empty, as most formats do not have it."""
 
     params: tuple[str, ...]
     options: dict[str, Any]
@@ -95,22 +80,25 @@ class Group:
 
 @dataclass(slots=True)
 class Source:
-    kind: str  # what it is, in words
+    """All that is in a source."""
+
+    kind: str  # a description of its format
     path: Path
-    model: dict[str, Lazy] = field(default_factory=dict)  # the keys of its state_dict, in order
-    tied: dict[str, str] = field(default_factory=dict)  # keys that are another name of an earlier key
-    others: dict[str, Any] = field(default_factory=dict)  # what is no tensor in the model's state_dict
-    trained: dict[str, Trained] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
+    model: dict[str, LazyTensor] = field(default_factory=dict)  # the model's state_dict, in order
+    tied: dict[str, str] = field(default_factory=dict)  # key of a tied tensor -> the first key of the same tensor
+    others: dict[str, Any] = field(default_factory=dict)  # values of the model's state_dict that are not tensors
+    trained: dict[str, TrainedParameter] = field(default_factory=dict)
+    groups: list[SourceGroup] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     extra_of_ranks: tuple[dict[str, Any], ...] = ()
-    notes: list[str] = field(default_factory=list)  # what a person who converts it should know
+    notes: list[str] = field(default_factory=list)  # sentences for the user
 
-    def weights(self) -> Iterator[tuple[str, Lazy]]:
-        """Of the model, every tensor once."""
+    def weights(self) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield the model's tensors, tied ones once."""
         return ((key, tensor) for key, tensor in self.model.items() if key not in self.tied)
 
-    def state(self) -> Iterator[tuple[str, str, Lazy]]:
+    def state(self) -> Iterator[tuple[str, str, LazyTensor]]:
+        """Yield (parameter, key, tensor) of the optimizer's state."""
         for name, trained in self.trained.items():
             for key, tensor in trained.state.items():
                 yield name, key, tensor

@@ -1,4 +1,4 @@
-"""Where a conversion goes: written under a name of its own beside it, and given its name when it is whole."""
+"""Write a conversion's result under a temporary name beside its path, and rename it when it is complete."""
 
 from __future__ import annotations
 
@@ -9,37 +9,40 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardstep.checkpoint.folder import check_not_inside, converted_of, sync
+from shardstep.checkpoint.folder import CONVERTED, REPLACED, check_not_inside, sync, temporary_path
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`partial` is written to, a file or a folder; `path` is its name later."""
+    """The file or folder to write, `partial`, and the path to which it is renamed."""
 
     path: Path
     partial: Path
-    token: str
 
 
 def check_free(path: Path, *, force: bool) -> None:
+    """Raise FileExistsError if there is something at `path` and `force` is not set."""
     check_not_inside(path)
     if (path.exists() or path.is_symlink()) and not force:
-        raise FileExistsError(f"{path} is there already: name another place, or replace it with --force")
+        raise FileExistsError(f"{path} exists already: give another path, or replace it with --force")
 
 
 @contextmanager
-def writing(path: Path, *, force: bool) -> Iterator[Target]:
-    """What is written is at `path` after this, or nothing is; what was there before stays until then."""
+def write_target(path: Path, *, force: bool) -> Iterator[Target]:
+    """Rename what was written to `path` after the with block, or remove it if the block raises.
+
+    What was at `path` before stays until then.
+    """
     check_free(path, force=force)
     made = [folder for folder in path.parents if not folder.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(4)
-    target = Target(path, converted_of(path, token), token)
+    target = Target(path, temporary_path(path, CONVERTED, token))
     try:
         yield target
-        check_free(path, force=force)  # conversions take long: somebody else may have written there
-        _take_name(target)
-    except BaseException:  # an interrupt too leaves nothing behind
+        check_free(path, force=force)  # checked again: another program may have written there meanwhile
+        _rename(target.partial, path, temporary_path(path, REPLACED, token))
+    except BaseException:  # a KeyboardInterrupt too leaves no files behind
         _remove(target.partial)
         for folder in made:
             if folder.is_dir() and not any(folder.iterdir()):
@@ -47,20 +50,20 @@ def writing(path: Path, *, force: bool) -> Iterator[Target]:
         raise
 
 
-def _take_name(target: Target) -> None:
-    if target.partial.is_dir():
-        sync(target.partial)
-    aside = target.path.parent / f".{target.path.name}.replaced-{target.token}"
-    if target.path.exists() or target.path.is_symlink():
-        target.path.rename(aside)
+def _rename(partial: Path, path: Path, replaced: Path) -> None:
+    """Rename `partial` to `path`; what was there is called `replaced` meanwhile, and removed in the end."""
+    if partial.is_dir():
+        sync(partial)
+    if path.exists() or path.is_symlink():
+        path.rename(replaced)
     try:
-        target.partial.rename(target.path)
+        partial.rename(path)
     except BaseException:
-        if aside.exists() or aside.is_symlink():
-            aside.rename(target.path)
+        if replaced.exists() or replaced.is_symlink():
+            replaced.rename(path)
         raise
-    sync(target.path.parent)
-    _remove(aside)
+    sync(path.parent)
+    _remove(replaced)
 
 
 def _remove(path: Path) -> None:

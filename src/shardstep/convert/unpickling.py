@@ -1,8 +1,8 @@
-"""Pickles of others. A pickle can run code when it is read; what is read here can make tensors and plain values only.
+"""Read pickles of other programs safely: a pickle can run code, and here it can only make tensors and plain values.
 
-torch files: torch.load with weights_only=True, which has a list of its own. `.metadata` of torch.distributed.checkpoint
-is a bare pickle, which torch itself reads with all that a pickle can do: here by an unpickler that finds the classes of
-that description, and nothing else. Whatever asks for more is refused by its name, and was not run.
+Files of torch.save are read by torch.load with weights_only=True. `.metadata` of torch.distributed.checkpoint is a
+pickle that torch reads without any restriction; here an unpickler reads it that knows only the classes of such a
+description. A pickle that refers to anything else is refused by an error that names it, and none of its code is run.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "Pure
 
 
 class _Description(pickle.Unpickler):
-    """Of the files of a DCP folder."""
+    """Unpickles the `.metadata` of a DCP folder."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return _text_of_path  # where it was written; nobody asks for it
+            return _text_of_path  # the path to which it was written, which is not used
         found = getattr(torch, name, None) if module == "torch" and "." not in name else None
         if isinstance(found, torch.dtype):
             return found
@@ -55,21 +55,23 @@ def _text_of_path(*parts: str) -> str:
 
 
 def read_description(path: Path) -> Metadata:
-    """The `.metadata` of a DCP folder."""
+    """Return the `.metadata` of a DCP folder."""
     try:
         found = _Description(io.BytesIO(path.read_bytes())).load()
     except SourceError as error:
-        raise SourceError(f"{path} {error}: not read") from None
-    except Exception as error:  # whatever damage makes of a pickle
+        raise SourceError(f"{path} {error}: it is not read") from None
+    except Exception as error:  # a damaged pickle can raise anything
         raise SourceError(f"{path} is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(found, Metadata):
-        raise SourceError(f"{path} holds a {type(found).__name__} and no description of tensors")
+        raise SourceError(f"{path} contains a {type(found).__name__} and no description of tensors")
     return found
 
 
 def load_torch_file(path: Path, allowed: Iterable[tuple[Any, str]] = ()) -> Any:
-    """A file of torch.save; its tensors are mapped and take no memory until they are read. `allowed`: harmless classes,
-    and the names for which they stand."""
+    """Return what is in a file of torch.save; tensors are mapped, and take no memory until they are read.
+
+    `allowed` are harmless classes, with the names of the classes whose place they take.
+    """
     with torch.serialization.safe_globals(list(allowed)):
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip(path))
@@ -78,12 +80,13 @@ def load_torch_file(path: Path, allowed: Iterable[tuple[Any, str]] = ()) -> Any:
 
 
 def is_zip(path: Path) -> bool:
-    """As torch has written them since 1.6; only these can be mapped."""
+    """Whether a file has the zip format that torch has written since 1.6; only that can be mapped."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
 def load_torch_bytes(payload: bytes, what: str) -> Any:
+    """Return what torch.save wrote into `payload`; `what` describes it in errors."""
     try:
         return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except Exception as error:
@@ -94,6 +97,6 @@ def _reason(error: Exception) -> str:
     text = str(error)
     asked = re.search(r"(?:GLOBAL|global:?|class|function) ([A-Za-z_][\w]*(?:\.[\w]+)+)", text)
     if isinstance(error, pickle.UnpicklingError) and asked:
-        return f"asks for {asked[1]}, which could run code: not read. Save tensors and plain values only"
+        return f"asks for {asked[1]}, which could run code, and is not read: save tensors and plain values only"
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
     return f"cannot be read: {type(error).__name__}: {first[:200]}"

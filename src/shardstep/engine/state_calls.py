@@ -27,7 +27,7 @@ from shardstep.state.consolidation import consolidate
 from shardstep.state.loaded_by_class import LoadedByClass
 from shardstep.state.reading import read_saved
 from shardstep.state.resharding import reshard
-from shardstep.state.sharded_state import PartOfState, assemble, joined, parts_by_place
+from shardstep.state.sharded_state import PartOfState, assemble, join_parts, parts_by_param
 from shardstep.stepping.element_state import Entry
 from shardstep.stepping.local_step import Prepared
 from shardstep.stepping.masters import MASTER, Average, make_exact
@@ -56,9 +56,9 @@ def state_to_save(engine: Engine, groups: ParamGroups) -> dict[Any, Any]:
     if engine.saved.is_here:
         return {place: copy.copy(entry) for place, entry in engine.saved.read(channel.rank).items()}
     params = params_of(groups)
-    own = parts_by_place(runtime.local_step.entries(), params)
+    own = parts_by_param(runtime.local_step.entries(), params)
     if channel.world_size == 1:
-        return joined(own)
+        return join_parts(own)
     if not own and engine.saved.is_new:
         return {}  # nor has any other rank
     # torch.distributed.checkpoint.state_dict wants an entry of every parameter, on every rank.

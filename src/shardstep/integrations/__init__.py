@@ -1,1 +1,1 @@
-"""Training frameworks, one file each. Each file imports its framework, and nothing else imports these files."""
+"""Integrations with training frameworks, one file each, which imports its framework. shardstep imports none of them."""

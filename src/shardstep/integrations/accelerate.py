@@ -5,12 +5,13 @@
     optimizer = shardstep.shard(model, torch.optim.AdamW, lr=3e-4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-The rest of the program stays as it is. A model that `shard` has is not wrapped in DistributedDataParallel; a drop-in
-`shardstep.ZeroRedundancyOptimizer` works with DDP as before. `save_state` writes every rank's part.
+The rest of the program stays as it is. A sharded model is not wrapped in DistributedDataParallel; the drop-in
+`shardstep.ZeroRedundancyOptimizer` works with DDP as before. In `save_state` every rank writes its part.
 
-[Note: where the state is] Accelerate keeps what `optimizer.state_dict()` returns on the main process, which is a part.
-So the state is saved by `shardstep.save` into a folder beside Accelerate's files, by all ranks; what Accelerate saves
-as the optimizer's is the name of that folder. Weights are loaded first: those in 16 bits have masters among the state.
+[Note: where the state is] Accelerate saves what `optimizer.state_dict()` returns on the main process, which would be
+one rank's part. So all ranks save the state by `shardstep.save` into a folder beside Accelerate's files, and Accelerate
+saves the name of that folder as the optimizer's state_dict. It loads the weights first, and then the optimizer's state
+with the fp32 master weights of 16-bit parameters.
 """
 
 from __future__ import annotations
@@ -36,44 +37,44 @@ from shardstep.engine.context import params_of
 from shardstep.engine.registry import owned_in
 from shardstep.optimizer import ShardedOptimizer
 
-STATE_IN = "the optimizer's state was saved by shardstep in"  # the one key of what Accelerate keeps of it
+STATE_IN = "the optimizer's state was saved by shardstep in"  # the only key of the state_dict that Accelerate saves
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
-    """What `prepare` makes of a sharded optimizer. See [Note: where the state is]."""
+    """A sharded optimizer as `prepare` returns it. See [Note: where the state is]."""
 
     def __init__(self, optimizer: Any, scaler: Any, prepared: Callable[[], Sequence[nn.Module]]) -> None:
-        """`prepared` are the accelerator's models."""
-        super().__init__(optimizer, device_placement=False, scaler=scaler)  # its state is where its parameters are
+        """`prepared` returns the accelerator's models."""
+        super().__init__(optimizer, device_placement=False, scaler=scaler)  # state is on its parameters' devices
         self._prepared = prepared
-        self.saved_in: Path | None = None  # while an accelerator saves
-        self.loads_from: Path | None = None  # while it loads
+        self.saved_in: Path | None = None  # the folder of the state, while the accelerator saves
+        self.loads_from: Path | None = None  # the folder with all state, while the accelerator loads
         self._is_accelerate_prepared = True
 
     def step(self, closure: Any = None) -> None:
         before = None if self.scaler is None else self.scaler.get_scale()
         super().step(closure)
         if before is not None and self.gradient_state.sync_gradients:
-            # A step that takes the scaler's verdict on the device is called in any case, and skips there.
+            # The step is always called, and skips itself on the device if the scaler has found inf or nan there.
             self._is_overflow = self.scaler.get_scale() < before
 
     def state_dict(self) -> Any:
         return super().state_dict() if self.saved_in is None else {STATE_IN: self.saved_in.name}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        if STATE_IN not in state_dict:  # as the plain optimizer's: whole
+        if STATE_IN not in state_dict:  # the whole state, as the plain optimizer has saved it
             super().load_state_dict(state_dict)
         elif self.loads_from is None:
             raise RuntimeError(
-                f"this state_dict says only that {STATE_IN} {state_dict[STATE_IN]!r}: load it with load_state() of the "
-                "ShardedAccelerator, or with shardstep.load(path of that folder, model, optimizer)"
+                f"this state_dict has no state, only the note that {STATE_IN} {state_dict[STATE_IN]!r}: load it with "
+                "load_state() of the ShardedAccelerator, or with shardstep.load(path of that folder, model, optimizer)"
             )
         else:
             load(self.loads_from / state_dict[STATE_IN], self.model, self.optimizer)
 
     def save_in(self, path: Path) -> None:
-        """On all ranks."""
+        """Save the model's and the optimizer's parts of all ranks in a folder. Called on all ranks."""
         save(path, self.model, self.optimizer)
         self.saved_in = path
 
@@ -86,13 +87,13 @@ class PreparedOptimizer(AcceleratedOptimizer):
             if own.issubset(model.parameters()):
                 return model
         raise ValueError(
-            "a checkpoint needs the names of the parameters of this ZeroRedundancyOptimizer, and no model that was "
-            "prepared has them: give prepare() the whole model, too"
+            "no prepared model has all parameters of this ZeroRedundancyOptimizer, whose names a checkpoint needs: "
+            "give prepare() the whole model, too"
         )
 
 
 class ShardedAccelerator(Accelerator):
-    """An `accelerate.Accelerator` that knows shardstep's optimizers."""
+    """An `accelerate.Accelerator` that trains with shardstep's optimizers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,7 +101,7 @@ class ShardedAccelerator(Accelerator):
 
     @classmethod
     def adopt(cls, accelerator: Accelerator) -> ShardedAccelerator:
-        """One that goes on where `accelerator` is: for programs that make theirs themselves, as trainers do."""
+        """Return one with all attributes of `accelerator`, for trainers that have already made theirs."""
         made = cls.__new__(cls)
         made.__dict__.update(accelerator.__dict__)
         made._begin()
@@ -109,7 +110,7 @@ class ShardedAccelerator(Accelerator):
     def _begin(self) -> None:
         self._refuse_other_engines()
         self._check_ranks()
-        if not dist.is_initialized():  # a program on one process runs as ever; shard(...) wants to know its ranks
+        if not dist.is_initialized():  # shard(...) needs a process group, also in a program of one process
             dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self.register_save_state_pre_hook(lambda models, weights, folder: self.save_optimizers_in(folder))
         self.register_load_state_pre_hook(lambda models, folder: self._load_from(Path(folder)))
@@ -118,15 +119,16 @@ class ShardedAccelerator(Accelerator):
         ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
         if ranks != self.num_processes:
             raise RuntimeError(
-                f"there are {ranks} ranks, and Accelerate knows of {self.num_processes}: it would not deal out the "
-                "data. On CPUs pass cpu=True (to TrainingArguments: use_cpu=True)"
+                f"there are {ranks} ranks, and Accelerate has found {self.num_processes}: all ranks would train on the "
+                "same data. On CPUs pass cpu=True (in TrainingArguments: use_cpu=True)"
             )
 
     def _refuse_other_engines(self) -> None:
         if self.distributed_type in _OTHERS:
             raise ValueError(
-                f"this accelerator is configured for {self.distributed_type.value}, which shards by itself: configure "
-                "plain multi-GPU or multi-CPU training for shardstep, or use accelerate.Accelerator without it"
+                f"this accelerator is configured for {self.distributed_type.value}, which cannot be combined with "
+                "shardstep: configure plain multi-GPU or multi-CPU training, or use accelerate.Accelerator without "
+                "shardstep"
             )
         plan = self.parallelism_config
         if plan is not None and plan.total_size > plan.dp_replicate_size:
@@ -140,25 +142,25 @@ class ShardedAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As ever; but a model that `shardstep.shard` has gets no DistributedDataParallel round it."""
+        """Prepare a model as Accelerate does, but do not wrap a sharded model in DistributedDataParallel."""
         if not evaluation_mode and (owned := owned_in(unwrapped(model))):
             self._check_sharded(unwrapped(model), owned, moves=self.device_placement and device_placement is not False)
-            evaluation_mode = True  # Accelerate's word for: autocast and compilation, and no wrapper
+            evaluation_mode = True  # Accelerate then applies autocast and compilation, and does not wrap the model
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def _check_sharded(self, model: nn.Module, owned: set[torch.Tensor], *, moves: bool) -> None:
         left = [name for name, param in model.named_parameters() if param.requires_grad and param not in owned]
         if left:
             raise ValueError(
-                f"no sharded optimizer has {', '.join(left[:5])}{' and others' if len(left) > 5 else ''} of this "
-                f"{type(model).__name__}: their gradients would not be reduced. Give them to shard(...), too, or "
+                f"no sharded optimizer trains {', '.join(left[:5])}{' and others' if len(left) > 5 else ''} of this "
+                f"{type(model).__name__}, so their gradients would not be reduced: give them to shard(...), too, or "
                 "freeze them with requires_grad_(False)"
             )
         hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
         if hook != DDPCommunicationHookType.NO:
             raise ValueError(
-                f"comm_hook={hook.value!r} of DistributedDataParallelKwargs would do nothing here, without DDP: leave "
-                "it out; ShardConfig(reduce_dtype=torch.float16) sends gradients in 16 bits"
+                f"comm_hook={hook.value!r} of DistributedDataParallelKwargs has no effect without DDP: leave it out; "
+                "ShardConfig(reduce_dtype=torch.float16) sends gradients in 16 bits"
             )
         target = torch.empty(0, device=self.device).device
         away = [name for name, param in model.named_parameters() if param in owned and param.device != target]
@@ -177,7 +179,7 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Inside, backward passes of `model` send nothing. `accumulate` calls it."""
+        """Do not reduce gradients of `model` in the with block. `accumulate` calls it."""
         bare = unwrapped(model)
         with ExitStack() as stack:
             found = [one.optimizer for one in self._fast() if one.optimizer.model is bare]
@@ -186,7 +188,7 @@ class ShardedAccelerator(Accelerator):
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        given = _listed(parameters)
+        given = _as_list(parameters)
         sharded = self._optimizer_of(given, "clip_grad_norm_")
         if sharded is None:
             return super().clip_grad_norm_(given, max_norm, norm_type)
@@ -194,7 +196,7 @@ class ShardedAccelerator(Accelerator):
         return sharded.optimizer.clip_grad_norm_(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        given = _listed(parameters)
+        given = _as_list(parameters)
         sharded = self._optimizer_of(given, "clip_grad_value_")
         if sharded is None:
             super().clip_grad_value_(given, clip_value)
@@ -203,7 +205,7 @@ class ShardedAccelerator(Accelerator):
             sharded.optimizer.clip_grad_value_(clip_value)
 
     def join_uneven_inputs(self, joinables: Iterable[Any], even_batches: bool | None = None) -> Any:
-        """As ever. In the place of a model that `shardstep.shard` has, its optimizer joins."""
+        """Join models as Accelerate does; for a sharded model, its optimizer joins."""
         found: list[Any] = []
         for one in joinables:
             bare = unwrapped(one) if isinstance(one, nn.Module) else None
@@ -215,7 +217,7 @@ class ShardedAccelerator(Accelerator):
         return [one for one in self._optimizers if isinstance(getattr(one, "optimizer", None), ShardedOptimizer)]
 
     def _optimizer_of(self, given: Sequence[torch.Tensor], what: str) -> PreparedOptimizer | None:
-        """The sharded optimizer whose parameters these are; None, if they are no sharded one's."""
+        """Return the sharded optimizer whose parameters these are; None if no sharded optimizer has any of them."""
         asked = {param for param in given if param.requires_grad}
         for one in self._fast():
             own = {param for param in params_of(one.optimizer.param_groups) if param.requires_grad}
@@ -223,16 +225,19 @@ class ShardedAccelerator(Accelerator):
                 return one
             if not asked.isdisjoint(own):
                 raise ValueError(
-                    f"{what} is given {len(asked & own)} of the {len(own)} trainable parameters of a sharded optimizer"
-                    f"{' and others' if asked - own else ''}: gradients in shards are clipped all together. Give it "
-                    "model.parameters(), of one model that was sharded as a whole"
+                    f"{what} was given {len(asked & own)} of the {len(own)} trainable parameters of a sharded optimizer"
+                    f"{' and others' if asked - own else ''}, and sharded gradients can only be clipped together: give "
+                    "it model.parameters() of one sharded model"
                 )
         return None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever, on all ranks; every rank writes its part of what is sharded. All of it is there when it returns."""
+        """Save as Accelerate does; each rank writes its part of sharded state. Called on all ranks.
+
+        The files of all ranks are complete when it returns.
+        """
         try:
             saved = super().save_state(*args, **kwargs)
         finally:
@@ -241,7 +246,7 @@ class ShardedAccelerator(Accelerator):
         return saved
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As ever, on all ranks, of any number."""
+        """Load what `save_state` has saved on any number of ranks. Called on all ranks."""
         try:
             super().load_state(*args, **kwargs)
         finally:
@@ -249,7 +254,7 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def optimizers_saved_in(self, folder: str | Path) -> Iterator[None]:
-        """Save the sharded optimizers. Inside, their state_dict() says where they are. On all ranks."""
+        """Save the sharded optimizers; in the with block their state_dict() refers to that. Called on all ranks."""
         try:
             self.save_optimizers_in(folder)
             yield
@@ -258,7 +263,8 @@ class ShardedAccelerator(Accelerator):
 
     @contextmanager
     def optimizers_loaded_from(self, folder: str | Path) -> Iterator[None]:
-        """Inside, load_state_dict() of the sharded optimizers takes what their state_dict() was then."""
+        """Let load_state_dict() of the sharded optimizers load what `optimizers_saved_in` has saved, in the with
+        block."""
         try:
             self._load_from(Path(folder))
             yield
@@ -266,6 +272,7 @@ class ShardedAccelerator(Accelerator):
             self._forget_folders()
 
     def save_optimizers_in(self, folder: str | Path) -> None:
+        """Save the sharded optimizers in folders below `folder`."""
         for number, one in enumerate(self._prepared()):
             one.save_in(Path(folder) / (f"shardstep_{number}" if number else "shardstep"))
 
@@ -281,5 +288,5 @@ class ShardedAccelerator(Accelerator):
         return [one for one in self._optimizers if isinstance(one, PreparedOptimizer)]
 
 
-def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def _as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

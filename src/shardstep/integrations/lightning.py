@@ -4,11 +4,11 @@
         def configure_optimizers(self):
             return shardstep.shard(self, torch.optim.AdamW, lr=3e-4)
 
-The module itself calls `shard`, so that a scheduler it makes is the sharded optimizer's own, and every option of the
-fast lane is there. Processes start as with Lightning's DDP strategy, by torchrun, Slurm or Lightning itself; the module
-is not wrapped. A checkpoint is a folder that `shardstep.load` reads, too, on any number of ranks.
+The module itself calls `shard`, so that its schedulers refer to the sharded optimizer, and all options of the fast lane
+can be used. Processes start as with Lightning's DDP strategy, by torchrun, Slurm or Lightning itself; the module is not
+wrapped. A checkpoint is a folder that `shardstep.load` reads, too, on any number of ranks.
 
-For modules of `lightning` and of `pytorch_lightning`: of the two, the one that the program has imported.
+Works with `lightning` and with `pytorch_lightning`, whichever the program has imported.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _DDPStrategy: Any = importlib.import_module(f"{_package}.strategies").DDPStrateg
 _plugins: Any = importlib.import_module(f"{_package}.plugins")
 _FITTING: Any = importlib.import_module(f"{_package}.trainer.states").TrainerFn.FITTING
 
-_REST = "lightning"  # of what a checkpoint has beside the model and its optimizers: Lightning's own
+_REST = "lightning"  # the key in extra of all that Lightning adds to a checkpoint
 _SAVED_BY_US = ("state_dict", "optimizer_states")
 
 
 class ShardStepStrategy(_DDPStrategy):
     """Trains a LightningModule whose `configure_optimizers` returns what `shardstep.shard(self, ...)` returned.
 
-    Of several optimizers, each has parameters of its own:
-    `shard(self, Adam, groups=[{"params": "generator.*"}], lr=2e-4)`, with manual optimization.
+    Several optimizers need manual optimization, and each must have its own parameters:
+    `shard(self, Adam, groups=[{"params": "generator.*"}], lr=2e-4)`.
     """
 
     _optimizers: list[Any]
@@ -77,16 +77,16 @@ class ShardStepStrategy(_DDPStrategy):
             process_group_backend=process_group_backend,
             **({} if timeout is None else {"timeout": timeout}),
         )
-        self._is_loaded = False  # whether the state that Lightning restores has been put into place by `load` already
+        self._is_loaded = False  # whether `load` has already loaded the optimizers' state, so that Lightning must not
 
-    # -- the beginning ------------------------------------------------------------------------------------------------
+    # -- setting up ---------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         _refuse_other_storage(self.checkpoint_io, trainer)
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
-        """The module stays as it is."""
+        """No-op: the module is not wrapped in DistributedDataParallel."""
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -102,19 +102,19 @@ class ShardStepStrategy(_DDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = None if plugin is None else _clipping_shards(plugin)
+        self._precision_plugin = None if plugin is None else _with_sharded_clipping(plugin)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """By a call of the module, as under DDP: the hooks of `shard` see where a pass begins, whatever it calls."""
+        """Run the training step inside a call of the module, as DDP does, so that the hooks of `shard` are called."""
         module = self.lightning_module
         with self.precision_plugin.train_step_context():
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Round the passes of an accumulation but the last."""
+        """Do not reduce gradients in the with block: for all passes of an accumulation but the last."""
         with ExitStack() as stack:
             for optimizer in self.optimizers:
                 stack.enter_context(optimizer.no_sync())
@@ -123,14 +123,14 @@ class ShardStepStrategy(_DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         for optimizer in self._sharded():
-            with suppress(Exception):  # another rank may be gone, and the first failure is the one to show
+            with suppress(Exception):  # another rank may have ended; the first failure is the one to be raised
                 optimizer.close()
 
     def teardown(self) -> None:
-        """The state stays where it is, so that `trainer.save_checkpoint` works after `fit`, too."""
+        """End training, but leave the state on its device, so that `trainer.save_checkpoint` works after `fit`."""
         for optimizer in self._sharded():
             if not optimizer.is_closed:
-                optimizer.zero_grad()  # Lightning looks for gradients to move, and those of the last step are in shards
+                optimizer.zero_grad()  # Lightning moves gradients to the CPU, and cannot read those in shards
         optimizers, self._optimizers = self._optimizers, []
         try:
             super().teardown()
@@ -144,16 +144,18 @@ class ShardStepStrategy(_DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # when there are optimizers to load into
+        return True  # only then there are optimizers to load into
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         del optimizer
-        return {}  # `save_checkpoint` takes it from the optimizer, each rank its own part
+        return {}  # `save_checkpoint` saves the optimizers itself, each rank its part
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """As a folder, on all ranks: each writes what it holds."""
+        """Save a checkpoint as a folder, to which each rank writes its part. Called on all ranks."""
         if storage_options is not None:
-            raise TypeError("storage_options are for a CheckpointIO, and every rank writes its part by itself here")
+            raise TypeError(
+                "storage_options cannot be used with ShardStepStrategy, which uses no CheckpointIO: leave it out"
+            )
         module = self.lightning_module
         own = module.state_dict()
         added = checkpoint["state_dict"].keys() - own.keys()
@@ -166,7 +168,7 @@ class ShardStepStrategy(_DDPStrategy):
         replaced = {key: value for key, value in checkpoint["state_dict"].items() if not _is_same(value, own[key])}
         if replaced:  # by on_save_checkpoint: a callback that averages weights saves the averages in their place
             rest["state_dict"] = replaced
-        packed, failure = self.broadcast(_packed(rest) if self.is_global_zero else None)
+        packed, failure = self.broadcast(_pack(rest) if self.is_global_zero else None)
         if failure:
             raise TypeError(f"what Lightning adds to the checkpoint cannot be saved: {failure}")
         optimizers = self.optimizers if "optimizer_states" in checkpoint else None
@@ -174,7 +176,7 @@ class ShardStepStrategy(_DDPStrategy):
         save(_local(self.broadcast(filepath)), module, optimizers, extra=extra)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """A folder that any number of ranks has saved; or a file of Lightning's own, of the plain optimizers."""
+        """Load a folder that any number of ranks has saved, or a file that Lightning saved with plain optimizers."""
         path = self.broadcast(checkpoint_path)
         self._is_loaded = _is_folder(path)
         if not self._is_loaded:
@@ -188,7 +190,7 @@ class ShardStepStrategy(_DDPStrategy):
             raise ValueError(f"{path} was not saved by a Trainer: load it with shardstep.load(path, module, optimizer)")
         packed = io.BytesIO(extra[_REST].numpy().tobytes())
         rest: dict[str, Any] = torch.load(packed, weights_only=weights_only is not False, map_location="cpu")
-        # They are in place. Weights for `on_load_checkpoint`, and what that makes of them is loaded as ever.
+        # Weights and state are loaded. Lightning gives the weights to `on_load_checkpoint`, and loads its result.
         weights = {**module.state_dict(), **rest.get("state_dict", {})}
         return {**rest, "state_dict": weights, "optimizer_states": [{} for _ in self.optimizers]}
 
@@ -197,37 +199,43 @@ class ShardStepStrategy(_DDPStrategy):
             return
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
-            raise ValueError(f"the checkpoint has {len(states)} optimizers, and the module {len(self.optimizers)}")
+            raise ValueError(
+                f"the checkpoint has {len(states)} optimizers, and the module has {len(self.optimizers)}: return those "
+                "with which it was saved from configure_optimizers"
+            )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
 
 
-# -- what cannot be done -----------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def _problems(optimizers: list[Any], module: Any, trainer: Any, precision: Any) -> Iterator[str]:
     for number, optimizer in enumerate(optimizers):
         where, kind = f"optimizer {number} of configure_optimizers", type(optimizer).__name__
         if isinstance(optimizer, ZeroRedundancyOptimizer):
-            yield f"{where} is the drop-in, which works with DDP: use Trainer(strategy='ddp') with it"
+            yield f"{where} is the drop-in, which needs DDP: use Trainer(strategy='ddp') with it"
         elif not isinstance(optimizer, ShardedOptimizer):
             yield f"{where} is {kind}: return shardstep.shard(self, optimizer_class, lr=...), with groups=... as needed"
         elif optimizer.model is not module:
             yield (
-                f"{where} is of a {type(optimizer.model).__name__}, and checkpoints have names of the whole module: "
-                'shard(self, ..., groups=[{"params": "generator.*"}])'
+                f"{where} was made for a {type(optimizer.model).__name__}, and checkpoints need names of the whole "
+                'module: use shard(self, ..., groups=[{"params": "generator.*"}])'
             )
         elif optimizer.is_closed:
-            yield f"{where} is closed: its parameters were sharded again by a later shard(self, ...)"
+            yield f"{where} is closed, because a later shard(self, ...) has sharded its parameters again"
         elif optimizer.config.step == "backward" and (trainer.gradient_clip_val or getattr(precision, "scaler", None)):
-            yield f'{where} steps inside backward (step="backward"), which can neither be clipped nor scaled before'
+            yield (
+                f'{where} steps inside backward (step="backward"), where gradients can be neither clipped nor '
+                "unscaled: use the default step"
+            )
 
 
 def _refuse_other_storage(checkpoint_io: Any, trainer: Any) -> None:
     if type(checkpoint_io) is not _plugins.TorchCheckpointIO:
         raise TypeError(
-            f"{type(checkpoint_io).__name__} cannot be used with ShardStepStrategy: every rank writes its part of a "
-            "checkpoint by itself, to a file system that all ranks share"
+            f"{type(checkpoint_io).__name__} cannot be used with ShardStepStrategy, whose ranks write checkpoints "
+            "without a CheckpointIO to a file system that all ranks share: leave it out"
         )
     folders = [trainer.default_root_dir, *(getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks)]
     for folder in folders:
@@ -237,7 +245,10 @@ def _refuse_other_storage(checkpoint_io: Any, trainer: Any) -> None:
 
 def _local(path: Any) -> Path:
     if "://" in str(path) and not str(path).startswith("file://"):
-        raise ValueError(f"{path}: checkpoints of ShardStepStrategy are written to a file system that all ranks share")
+        raise ValueError(
+            f"{path} is not a local path: give a folder on a file system that all ranks share, to which "
+            "ShardStepStrategy can write checkpoints"
+        )
     return Path(str(path).removeprefix("file://"))
 
 
@@ -245,18 +256,18 @@ def _is_folder(path: Any) -> bool:
     return "://" not in str(path).removeprefix("file://") and _local(path).is_dir()
 
 
-# -- what Lightning keeps beside ---------------------------------------------------------------------------------------
+# -- what Lightning adds to a checkpoint -------------------------------------------------------------------------------
 
 
 def _is_same(value: Any, own: Any) -> bool:
-    """Whether it is what the module has; of what is no tensor nothing is known."""
+    """Whether two tensors are equal; True for values that are not tensors, which cannot be compared."""
     if not isinstance(value, torch.Tensor) or not isinstance(own, torch.Tensor):
         return True
     return (value.data_ptr() == own.data_ptr() and value.shape == own.shape) or torch.equal(value, own)
 
 
-def _packed(rest: Mapping[str, Any]) -> tuple[bytes, str]:
-    """As bytes, which may be of any class that Lightning itself would save; or why that cannot be."""
+def _pack(rest: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return the bytes of torch.save, which can save any class as Lightning does; or an error message."""
     file = io.BytesIO()
     try:
         torch.save(dict(rest), file)
@@ -268,9 +279,9 @@ def _packed(rest: Mapping[str, Any]) -> tuple[bytes, str]:
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 
-def _clipping_shards(plugin: Any) -> Any:
-    """The same plugin, of a class of its own that clips by the sharded optimizer."""
-    if isinstance(plugin, _ClipsShards):
+def _with_sharded_clipping(plugin: Any) -> Any:
+    """Return a copy of the plugin, of a subclass that clips by the sharded optimizer."""
+    if isinstance(plugin, _ShardedClipping):
         return plugin
     made = copy.copy(plugin)
     kind: Any = type(plugin)
@@ -280,12 +291,12 @@ def _clipping_shards(plugin: Any) -> Any:
 
 @functools.cache
 def _class_that_clips(kind: Any) -> type:
-    # Under the same name: Lightning keeps the state of a plugin by it.
-    return type(kind.__name__, (_ClipsShards, kind), {"__module__": kind.__module__})
+    # It has the same name, because Lightning saves a plugin's state under that.
+    return type(kind.__name__, (_ShardedClipping, kind), {"__module__": kind.__module__})
 
 
-class _ClipsShards:
-    """Gradients lie in shards, and torch's functions would not find them in the parameters."""
+class _ShardedClipping:
+    """Clips sharded gradients, which torch's functions would not find in `param.grad`."""
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         if clip_val <= 0:
@@ -293,7 +304,7 @@ class _ClipsShards:
         bare = getattr(optimizer, "optimizer", optimizer)
         scaler = getattr(self, "scaler", None)
         if scaler is not None and bare._step_supports_amp_scaling:
-            scaler.unscale_(bare)  # Lightning leaves it to the step of such an optimizer, which comes after clipping
+            scaler.unscale_(bare)  # Lightning leaves this to the optimizer's step, which comes after clipping
         if gradient_clip_algorithm == "value":
             bare.clip_grad_value_(clip_val)
         else:

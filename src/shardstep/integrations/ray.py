@@ -9,9 +9,9 @@
             if step % 100 == 99:
                 report({"loss": loss.item()}, model, opt, extra={"step": step + 1})
 
-Ray makes the process group, and starts the workers again, as many as there are then; `restore` finds the checkpoint
-that was reported last. All workers write their own part straight into the storage of the run, which is a file system
-that all of them share.
+Ray makes the process group. It starts workers again after a failure, perhaps another number of them, and `restore`
+loads the checkpoint that was reported last. Each worker writes its part directly to the storage of the run, which must
+be a file system that all workers share.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ray.train import Checkpoint, CheckpointUploadMode
 from torch import nn
 
 from shardstep.checkpoint.loading import Extra, load
+from shardstep.checkpoint.ranks import ranks_of
 from shardstep.checkpoint.saving import save
-from shardstep.checkpoint.together import ranks_of
 
 
 def report(
     metrics: dict[str, Any], model: nn.Module, optimizer: Any = None, *, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """`shardstep.save` into the run's storage, and `ray.train.report` of it. Called on all workers."""
-    # Not a number that counts: a run that was restored would count again from the start.
+    """Save a checkpoint to the run's storage, and report it and the metrics to Ray. Called on all workers."""
+    # The name is not a counter, because a restored run would count from the start again.
     name = f"checkpoint_{datetime.now(timezone.utc):%Y-%m-%d_%H-%M-%S.%f}"
-    folder = _storage() / ranks_of(optimizer, model).told(name)
+    folder = _storage() / ranks_of(optimizer, model).broadcast_text(name)
     save(folder, model, optimizer, extra=extra)
     first = ray.train.get_context().get_world_rank() == 0
     checkpoint = Checkpoint.from_directory(str(folder)) if first else None
@@ -44,7 +44,7 @@ def report(
 
 
 def restore(model: nn.Module, optimizer: Any = None, *, strict: bool = True) -> Extra | None:
-    """`shardstep.load` of what was reported last, on any number of workers; None if nothing was. On all workers."""
+    """Load the checkpoint that was reported last; return its `extra`, or None without one. Called on all workers."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return None
@@ -56,8 +56,8 @@ def _storage() -> Path:
     storage = ray.train.get_context().get_storage()
     if storage.storage_filesystem.type_name != "local":
         raise ValueError(
-            f"the run's storage is {storage.storage_filesystem.type_name}, and every worker writes its part of a "
-            "checkpoint to a file system that all share: RunConfig(storage_path=...) of such a one; or call "
-            "shardstep.save(folder, ...) on one that you have, and upload it"
+            f"the run's storage is {storage.storage_filesystem.type_name}, and workers can only write checkpoints to a "
+            "file system that all of them share: give RunConfig(storage_path=...) a folder on one; or call "
+            "shardstep.save(folder, ...) yourself, and upload the folder"
         )
     return Path(storage.experiment_fs_path)

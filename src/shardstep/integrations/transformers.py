@@ -4,8 +4,8 @@
     trainer.train(resume_from_checkpoint=True)
 
 It trains with the optimizer that the Trainer would make, sharded over the ranks, and without DistributedDataParallel.
-Checkpoints are the Trainer's own, with a folder `shardstep` for what is sharded, and load on any number of ranks. For
-other trainers: `class MyTrainer(Sharded, SFTTrainer)`.
+Checkpoints are the Trainer's, with a folder `shardstep` for the sharded state, and load on any number of ranks. For
+other trainers, use `class MyTrainer(Sharded, SFTTrainer)`.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ from shardstep.drop_in.optimizer import ZeroRedundancyOptimizer
 from shardstep.integrations.accelerate import PreparedOptimizer, ShardedAccelerator
 from shardstep.optimizer import ShardedOptimizer, shard
 
-_WITHOUT_GROUPS = ("params", "model", "optimizer_dict")  # of optimizers that want something else than param groups
+_WITHOUT_GROUPS = ("params", "model", "optimizer_dict")  # options of optimizers that are not built from param groups
 
 
 class Sharded:
-    """What has to be different in a `transformers.Trainer`; to be named before it among the bases of a class."""
+    """Makes a `transformers.Trainer` shard its optimizer; must come before the trainer among the bases of a class."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         order = cls.__mro__
         if Trainer in order and order.index(Trainer) < order.index(Sharded):
             raise TypeError(
-                f"{cls.__name__} names a trainer before Sharded, which would shard nothing: "
+                f"{cls.__name__} has a trainer before Sharded among its bases, and would not shard: write "
                 f"class {cls.__name__}(Sharded, ...)"
             )
 
     def __init__(self, *args: Any, shard_config: ShardConfig | None = None, **kwargs: Any) -> None:
-        """As the Trainer's. `optimizers` may have what `shardstep.shard` returned for the model, or a drop-in."""
+        """Take the Trainer's arguments. `optimizers` may have an optimizer that `shardstep.shard` returned for the
+        model, or a drop-in."""
         self.shard_config = shard_config
         super().__init__(*args, **kwargs)
         trainer: Any = self
         if trainer.args.n_gpu > 1:
             raise ValueError(
-                f"one process has {trainer.args.n_gpu} GPUs here, and the Trainer would use DataParallel: start one "
-                "process for each, with torchrun or accelerate launch"
+                f"this process has {trainer.args.n_gpu} GPUs, for which the Trainer would use DataParallel: start one "
+                "process per GPU, with torchrun or accelerate launch"
             )
         _check_optimizer(trainer.optimizer)
         _check_config(shard_config)
@@ -55,7 +56,7 @@ class Sharded:
         self.accelerator = _TrainersAccelerator.adopt(self.accelerator)  # type: ignore[has-type]
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The Trainer's own choice of class, options and param groups, given to `shardstep.shard`."""
+        """Make a sharded optimizer of the class, options and param groups that the Trainer chooses."""
         trainer: Any = self
         _check_optimizer(trainer.optimizer)
         if trainer.optimizer is not None:
@@ -78,7 +79,7 @@ class Sharded:
             trainer.optimizer_cls_and_kwargs = chosen
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False  # it would look for gradients, which are in shards
+        return False  # the Trainer would look for gradients in `param.grad`, and they are in shards
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         with self.accelerator.optimizers_saved_in(output_dir):
@@ -94,7 +95,7 @@ class ShardedTrainer(Sharded, Trainer):
 
 
 class _TrainersAccelerator(ShardedAccelerator):
-    """Its trainer promises shards: also where a subclass has made the optimizer, in a `create_optimizer` of its own."""
+    """Refuses optimizers that are not sharded, which a subclass may have made in its own `create_optimizer`."""
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         _check_optimizer(optimizer)
@@ -102,22 +103,22 @@ class _TrainersAccelerator(ShardedAccelerator):
 
 
 def _sharding(model: nn.Module, kind: type[Optimizer], config: ShardConfig | None) -> type[Optimizer]:
-    """What the Trainer takes for an optimizer's class, and calls with its param groups; it makes a sharded one."""
+    """Return a class that the Trainer calls with param groups, and that returns a sharded optimizer instead."""
 
-    class InPlaceOf(Optimizer):
+    class MakesSharded(Optimizer):
         def __new__(cls, groups: Sequence[dict[str, Any]], **options: Any) -> Any:
             return shard(model, kind, groups=[group for group in groups if group["params"]], config=config, **options)
 
-    return InPlaceOf
+    return MakesSharded
 
 
 def _check_optimizer(given: Any) -> None:
     known = ShardedOptimizer | ZeroRedundancyOptimizer | PreparedOptimizer
     if given is not None and not isinstance(given, known):
         raise TypeError(
-            f"optimizers has a {type(given).__name__}, which every rank would hold whole: give what "
-            "shardstep.shard(model, ...) returns, or a shardstep.ZeroRedundancyOptimizer, or leave it out; and return "
-            "such a one from create_optimizer, where a trainer has its own"
+            f"the trainer has a {type(given).__name__}, which is not sharded: give it optimizers with one that "
+            "shardstep.shard(model, ...) returns, or a shardstep.ZeroRedundancyOptimizer, or leave them out; a "
+            "create_optimizer of your own must return one of these"
         )
     if isinstance(given, ShardedOptimizer):
         _check_config(given.config)
@@ -126,6 +127,6 @@ def _check_optimizer(given: Any) -> None:
 def _check_config(config: ShardConfig | None) -> None:
     if config is not None and config.step == "backward":
         raise ValueError(
-            'ShardConfig(step="backward") has stepped when backward ends, and the Trainer asks for the norm of all '
-            "gradients after it, in every step: use the default step"
+            'ShardConfig(step="backward") steps inside backward, and the Trainer needs the norm of all gradients '
+            "before each step: use the default step"
         )

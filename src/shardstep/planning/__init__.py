@@ -1,10 +1,10 @@
-"""Decides what is cut where and who holds it. Integers, strings and tuples only; torch is not imported here."""
+"""Decide how parameters are cut and which rank holds which elements. Works on integers, strings and tuples; this
+package does not import torch."""
 
-from shardstep.planning.layout import Layout
 from shardstep.planning.make import make_plan
 from shardstep.planning.plan import Bucket, EqualRanges, Piece, Plan, Segment, WholeRanges
 from shardstep.planning.problems import find_problems
-from shardstep.planning.spec import ParamSpec, read_specs
+from shardstep.planning.spec import Layout, ParamSpec, read_specs
 
 __all__ = [
     "Bucket",

@@ -1,4 +1,4 @@
-"""Who steps which part of DistributedDataParallel's buckets. Parameters are not cut."""
+"""Decide which rank steps which parameters of DistributedDataParallel's buckets. Parameters are not cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Parameters [start, stop) of one bucket, in the bucket's own order, stepped by one rank."""
+    """Parameters [start, stop) of one bucket, in the bucket's own order; one rank steps them."""
 
     bucket: int
     start: int
@@ -19,15 +19,16 @@ class Assignment:
 
 
 def assign_whole_buckets(numels: Sequence[Sequence[int]], world_size: int) -> list[Assignment]:
-    """Bucket i to rank i modulo the ranks; `numels[i]` are the sizes of the parameters of bucket i."""
+    """Assign bucket i to rank `i % world_size`. `numels[i]` are the sizes of the parameters in bucket i."""
     return [Assignment(bucket, 0, len(sizes), bucket % world_size) for bucket, sizes in enumerate(numels)]
 
 
 def assign_parts_of_buckets(numels: Sequence[Sequence[int]], world_size: int) -> list[Assignment]:
-    """Cut buckets towards an equal number of elements for each rank; a rank has at most one part of a bucket.
+    """Cut buckets so that every rank steps about as many elements; a rank gets at most one part of each bucket.
 
-    The largest bucket first: a parameter that is too large for any share lies there, and the ranks that do not hold it
-    take the other buckets. Every bucket is cut for all ranks that have room, so that they step and send it together.
+    The largest bucket is cut first: it has the parameters that are larger than a rank's fair share, and the ranks that
+    do not get one of those make up for it with the other buckets. Every bucket is cut for all ranks that have room, so
+    that many ranks step and send it at the same time.
     """
     load = [0] * world_size
     assigned: list[Assignment] = []
@@ -39,7 +40,7 @@ def assign_parts_of_buckets(numels: Sequence[Sequence[int]], world_size: int) ->
 
 
 def _cut(sizes: Sequence[int], load: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(rank, start, stop): every parameter to the rank in whose quota its middle lies."""
+    """Return (rank, start, stop) for each part; a parameter goes to the rank whose quota contains its middle."""
     quotas = _quotas(sum(sizes), load)
     ranks = sorted(quotas, key=lambda rank: (-quotas[rank], rank))
     ends = list(accumulate(quotas[rank] for rank in ranks))
@@ -49,7 +50,7 @@ def _cut(sizes: Sequence[int], load: Sequence[int]) -> list[tuple[int, int, int]
 
 
 def _quotas(numel: int, load: Sequence[int]) -> dict[int, float]:
-    """How much each rank takes so that those that take anything end with the same load, and none ends with less."""
+    """Return how many elements each rank takes, so that the ranks that take any end with equal, and the least, load."""
     by_load = sorted(range(len(load)), key=lambda rank: (load[rank], rank))
     for count in range(len(load), 0, -1):
         level = (numel + sum(load[rank] for rank in by_load[:count])) / count

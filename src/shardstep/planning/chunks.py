@@ -1,4 +1,4 @@
-"""How a list of tensors travels as a row of bounded messages; sender and receiver work it out alone, and alike."""
+"""Split a list of tensors into messages of bounded size. Sender and receiver compute the same split from the sizes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Span:
 
 
 def plan_chunks(nbytes: Sequence[int], *, limit: int, large: int) -> Iterator[tuple[Span, ...]]:
-    """The messages that carry tensors of these sizes, none larger than `limit`.
+    """Yield the messages that carry tensors of these sizes; no message is larger than `limit` bytes.
 
-    Small tensors share messages; one of at least `large` bytes has messages of its own, so that it can be sent from and
-    received into its own memory without a copy. The small ones go first: optimizer state alternates a step counter of
-    four bytes with large moments, and would otherwise make one tiny message per parameter.
+    Small tensors share messages. A tensor of at least `large` bytes has messages of its own, so that it is sent from
+    and received into its own memory without a copy. Small tensors come first: optimizer state alternates a step counter
+    of four bytes with large moments, which would otherwise make one tiny message per parameter.
     """
     if limit < 1:
         raise ValueError(f"a message must be allowed at least one byte, got {limit}")

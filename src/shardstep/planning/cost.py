@@ -1,4 +1,4 @@
-"""What stepping one parameter takes. In whole picoseconds: ranks that add up integers cannot differ in a last bit.
+"""Estimate how long the step of one parameter takes, in whole picoseconds: sums of integers are equal on all ranks.
 
 [Note: where the figures come from] The launches of a step of `torch.optim.Muon` on one matrix, some two dozen, take
 the host 0.37 to 0.48 ms on an H200 with torch 2.11, for anything from 8 x 8 to 1024 x 4096: the device has less to do
@@ -22,11 +22,11 @@ PICOSECONDS = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device of one kind does in a second."""
+    """The speed of one kind of device."""
 
-    nbytes: float  # that go through its memory
-    products: float  # multiply-adds of large matrices, as optimizers make them
-    launch: float  # seconds: no parameter is stepped in less, however small
+    nbytes: float  # bytes that its memory moves in a second
+    products: float  # multiply-adds of large matrices in a second, as optimizers compute them
+    launch: float  # seconds that the step of one parameter takes at least, however small it is
 
 
 _CPU = Machine(nbytes=20e9, products=50e9, launch=2e-4)
@@ -34,21 +34,22 @@ _ACCELERATOR = Machine(nbytes=4.0e12, products=315e12, launch=3.8e-4)
 
 
 def machine_of(device: str) -> Machine:
-    """By the kind of device alone, "cuda" or "cuda:0": ranks may have different models of one kind."""
+    """Return the speed for a device such as "cuda" or "cuda:0". Models are not told apart: ranks may have different
+    ones, and must compute the same costs."""
     return _CPU if device.startswith("cpu") else _ACCELERATOR
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds to step a parameter. Of a matrix m x n with m <= n; a vector has no products."""
+    """Coefficients for the seconds that the step of an m x n matrix (m <= n) takes. A vector has no matrix products."""
 
-    per_byte: float  # of the parameter, for all passes over it, its gradient and its state
-    per_mmn: float = 0.0  # for m * m * n
-    per_mmm: float = 0.0  # for m * m * m
-    least: float = 0.0
+    per_byte: float  # of the parameter: for all passes over it, its gradient and its state
+    per_mmn: float = 0.0  # factor of m * m * n
+    per_mmm: float = 0.0  # factor of m * m * m
+    least: float = 0.0  # seconds that every parameter takes at least
 
     def of(self, spec: ParamSpec) -> int:
-        """Picoseconds; none for what is frozen or has no elements."""
+        """Return picoseconds; 0 for a parameter that is frozen or has no elements."""
         if not spec.trainable or not spec.numel:
             return 0
         m, n = _matrix_dims(spec.shape)
@@ -59,21 +60,21 @@ class Cost:
 
 
 def elementwise_cost(device: str) -> Cost:
-    """AdamW: parameter, gradient and two moments are read, and all but the gradient written. A step is one launch for
-    many parameters, so none has a least."""
+    """Return AdamW's cost: it reads the parameter, the gradient and two moments, and writes all but the gradient. One
+    launch steps many parameters, so there is no least cost of a single one."""
     return Cost(per_byte=7 / machine_of(device).nbytes)
 
 
 def muon_cost(device: str, iterations: int = 5, *, batched: bool = False) -> Cost:
-    """Each iteration makes two products of m * m * n multiply-adds, and one of m * m * m; round them the momentum, the
-    decay and a cast, which go over the matrix some fourteen times. In a batch no matrix has launches of its own."""
+    """Return Muon's cost. Each iteration makes two products of m * m * n multiply-adds and one of m * m * m; momentum,
+    weight decay and a cast read or write the matrix some fourteen times. In a batch matrices share their launches."""
     machine = machine_of(device)
     product = iterations / machine.products
     return Cost(14 / machine.nbytes, per_mmn=2 * product, per_mmm=product, least=0.0 if batched else machine.launch)
 
 
 def _matrix_dims(shape: tuple[int, ...]) -> tuple[int, int]:
-    """m and n of a matrix, m <= n; what has more dims is taken for the matrix that flattens all but the first."""
+    """Return (m, n) of a matrix, with m <= n. Of a tensor with more dims, all but the first are flattened into one."""
     if len(shape) < 2:
         return 0, math.prod(shape)
     rows, columns = shape[0], math.prod(shape[1:])
@@ -81,6 +82,6 @@ def _matrix_dims(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def itemsize_of(dtype: str) -> int:
-    """Bytes of an element: "bfloat16" has two, "bool" one."""
+    """Return the bytes of one element: 2 for "bfloat16", 1 for "bool"."""
     bits = re.search(r"\d+", dtype)
     return 1 if bits is None else max(int(bits[0]) // 8, 1)

@@ -1,7 +1,7 @@
-"""Boxes: how elements that lie side by side in a flattened tensor look in the tensor's own shape.
+"""Convert a range of a flattened tensor into boxes of the tensor's own shape.
 
-A checkpoint knows shapes and nothing of ranks. So what a rank holds, a range of a flattened parameter, is written as
-blocks of that parameter: at most 2n - 1 of them for n dimensions, and each lies in one piece in the range.
+A checkpoint stores tensors in their shapes, without ranks. A rank holds a range of the flattened parameter, and writes
+it as boxes of that parameter: at most 2n - 1 of them for n dimensions, each contiguous in the range.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A block of a tensor."""
+    """A rectangular block of a tensor whose elements are contiguous in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int  # where in the flattened tensor its elements begin; they lie side by side
+    start: int  # index of its first element in the flattened tensor
 
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Elements [start, stop) of a tensor of this shape, in order. Of a tensor without elements: all of it."""
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that elements [start, stop) of a tensor of this shape form, in order. A tensor without elements
+    is one box."""
     if not math.prod(shape):
         yield Box((0,) * len(shape), tuple(shape), 0)
     elif start < stop:
@@ -33,7 +34,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int, row: tuple[int, ...], origin: int) -> Iterator[Box]:
-    """`row` are the indices in the dimensions before those of `shape`, `origin` where its elements begin."""
+    """`row` are the indices in the dims before those of `shape`; `origin` is the index of the row's first element."""
     ones = (1,) * len(row)
     if not shape:
         yield Box(row, ones, origin)
@@ -54,8 +55,8 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int, row: tuple[int, ...], 
         yield from _boxes(shape[1:], 0, tail, (*row, last), origin + last * inner)
 
 
-def split(box: Box, most: int) -> Iterator[Box]:
-    """The same elements in boxes of at most `most` elements each, as far as whole rows allow it."""
+def split_box(box: Box, most: int) -> Iterator[Box]:
+    """Yield the same elements in boxes of at most `most` elements, or of one row where a row is larger."""
     wide = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     if box.numel <= most or wide is None:
         yield box
@@ -69,10 +70,10 @@ def split(box: Box, most: int) -> Iterator[Box]:
             (*box.sizes[:wide], count, *box.sizes[wide + 1 :]),
             box.start + begin * inner,
         )
-        yield from split(part, most) if part.numel > most else [part]
+        yield from split_box(part, most) if part.numel > most else [part]
 
 
-def reordered(box: Box, order: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of a box in a tensor whose dims `order` (slowest first) are those of the box."""
+def reorder_box(box: Box, order: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offsets and sizes of a box in the tensor's own order of dims; dim i of the box is dim `order[i]`."""
     places = [order.index(dim) for dim in range(len(order))]
     return tuple(box.offsets[place] for place in places), tuple(box.sizes[place] for place in places)

@@ -1,4 +1,4 @@
-"""From descriptions of parameters to a plan, and from a text back to one."""
+"""Make a plan from descriptions of parameters, or from the JSON text of another plan."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
-from shardstep.planning.balance import deal_by_cost
-from shardstep.planning.layout import Layout, deal_whole
+from shardstep.planning.balance import assign_by_cost, assign_by_size
 from shardstep.planning.plan import Bucket, EqualRanges, Plan, Segment, WholeRanges
 from shardstep.planning.problems import find_problems
-from shardstep.planning.spec import ParamSpec
+from shardstep.planning.spec import Layout, ParamSpec
 
 _Classes = dict[tuple[str, str, bool, str], list[int]]
 _Found = tuple[Bucket, bool]  # a bucket, and whether it travels
@@ -28,16 +27,16 @@ def make_plan(
     order: Sequence[int] | None = None,
     costs: Sequence[int] | None = None,
 ) -> Plan:
-    """Share out `specs` over `world_size` ranks; `layout` of all of them, or of each group.
+    """Return a plan that distributes the elements of `specs` over `world_size` ranks.
 
-    `order` is that in which the parameters lie in the buckets, by default that of `specs`.
-
-    `holders[i]` is the rank that holds parameter i, where that was decided elsewhere (by DDP's buckets); WHOLE only.
-    `costs[i]` is what stepping parameter i takes, in any unit: by that WHOLE deals, or else by elements.
-    `bucket_numel` bounds what travels together (None: one bucket per dtype and device), but for the padding to equal
-    ranges; a WHOLE parameter larger than that travels alone, a FLAT one in several buckets. The first bucket and the
-    last end, or begin, with the parameter that brings them to `end_numel`. Parameters begin at multiples of `alignment`
-    elements, and FLAT cuts them at multiples of it.
+    `layout` is that of all parameters, or one for each param group.
+    `order` is the order of the parameters in the buckets; by default that of `specs`.
+    `holders[i]` is the rank that holds parameter i, where DDP's buckets have decided it already; WHOLE only.
+    `costs[i]` is how long the step of parameter i takes, in any unit. WHOLE balances costs, or elements without them.
+    `bucket_numel` is the most elements of a bucket, without the padding to equal ranges (None: one bucket per dtype and
+    device). A larger parameter has a bucket of its own under WHOLE, and is cut into several buckets under FLAT.
+    `end_numel` makes the first and the last bucket smaller: they have only as many parameters as reach that size.
+    `alignment`: parameters begin at multiples of so many elements, and FLAT cuts them at such multiples.
     """
     if world_size < 1 or alignment < 1 or (bucket_numel is not None and bucket_numel < 1):
         raise ValueError(
@@ -49,17 +48,18 @@ def make_plan(
         index
         for classes in (whole, flat)
         for members in classes.values()
-        for index in _set_apart(specs, members, end_numel)
+        for index in _find_bucket_starts(specs, members, end_numel)
     }
     if holders is None:
-        dealt = _deal(specs, sorted(index for members in whole.values() for index in members), world_size, costs, order)
+        uncut = sorted(index for members in whole.values() for index in members)
+        assigned = _assign_whole(specs, uncut, world_size, costs, order)
     else:
-        dealt = list(enumerate(holders))
+        assigned = list(enumerate(holders))
     found = [
-        *_whole_buckets(specs, whole, world_size, bucket_numel, ends, alignment, dealt),
+        *_whole_buckets(specs, whole, world_size, bucket_numel, ends, alignment, assigned),
         *_flat_buckets(specs, flat, world_size, bucket_numel, ends, alignment),
     ]
-    found = _as_they_fill(found, order)
+    found = _sort_by_completion(found, order)
     plan = Plan(
         tuple(specs),
         tuple(bucket for bucket, trainable in found if trainable),
@@ -70,28 +70,28 @@ def make_plan(
     return plan
 
 
-def _deal(
+def _assign_whole(
     specs: Sequence[ParamSpec],
     whole: Sequence[int],
     world_size: int,
     costs: Sequence[int] | None,
     order: Sequence[int],
 ) -> list[tuple[int, int]]:
-    """(parameter, rank) of those that stay whole."""
+    """Return (parameter, rank) for the parameters that are not cut, in the order in which they were assigned."""
     own = [specs[index] for index in whole]
     if costs is None:
-        dealt = deal_whole(own, world_size)
+        assigned = assign_by_size(own, world_size)
     else:
         place = {index: number for number, index in enumerate(whole)}
         in_order = [place[index] for index in order if index in place]
-        dealt = deal_by_cost(own, [costs[index] for index in whole], world_size, in_order)
-    return [(whole[number], rank) for number, rank in dealt]
+        assigned = assign_by_cost(own, [costs[index] for index in whole], world_size, in_order)
+    return [(whole[number], rank) for number, rank in assigned]
 
 
 def _classes(
     specs: Sequence[ParamSpec], layout: Layout | Sequence[Layout], order: Sequence[int]
 ) -> tuple[_Classes, _Classes]:
-    """What may share a bucket: of parameters that stay whole, and of those that are cut."""
+    """Group the parameters that may share a bucket; return those that are not cut and those that are."""
     found: dict[Layout, _Classes] = {Layout.WHOLE: {}, Layout.FLAT: {}}
     for index in order:
         spec = specs[index]
@@ -104,10 +104,10 @@ def _classes(
     return found[Layout.WHOLE], found[Layout.FLAT]
 
 
-def _as_they_fill(found: Sequence[_Found], order: Sequence[int]) -> list[_Found]:
-    """In the order in which they are complete when parameters come in `order`: so they are sent.
+def _sort_by_completion(found: Sequence[_Found], order: Sequence[int]) -> list[_Found]:
+    """Sort buckets by when they are complete if parameters become ready in `order`; in that order they are sent.
 
-    Buckets that lie one behind the other stay together.
+    The buckets of a parameter that is cut into several stay together.
     """
     place = {param: number for number, param in enumerate(order)}
     stretches: list[list[_Found]] = []
@@ -130,11 +130,11 @@ def _whole_buckets(
     bucket_numel: int | None,
     ends: Collection[int],
     alignment: int,
-    dealt: Sequence[tuple[int, int]],
+    assigned: Sequence[tuple[int, int]],
 ) -> Iterator[tuple[Bucket, bool]]:
-    """Each bucket, and whether it travels. Within a bucket by rank, as they were dealt."""
-    turn = {param: position for position, (param, _) in enumerate(dealt)}
-    holder = dict(dealt)
+    """Yield each bucket, and whether it is sent. In a bucket, parameters are sorted by rank, then by assignment."""
+    turn = {param: position for position, (param, _) in enumerate(assigned)}
+    holder = dict(assigned)
     for (device, dtype, trainable, wire), members in classes.items():
         rows, rest = _find_rows(specs, members, holder, world_size, bucket_numel)
         in_rows, one_by_one = _chunks(specs, rows, bucket_numel, ends), _chunks(specs, rest, bucket_numel, ends)
@@ -157,12 +157,12 @@ def _flat_buckets(
     ends: Collection[int],
     alignment: int,
 ) -> Iterator[tuple[Bucket, bool]]:
-    """Each bucket, and whether it travels: cut into one equal range for each rank, wherever that falls.
+    """Yield each bucket, and whether it is sent. It is cut into one equal range for each rank, wherever the cuts fall.
 
-    A bucket ends where a parameter ends, so that its memory is its own; only a parameter that is larger than a bucket
-    goes through several, and these lie one behind the other, so that one large embedding is not one large message.
+    A bucket ends where a parameter ends, so that its memory is separate from other buckets'. Only a parameter that is
+    larger than a bucket is spread over several consecutive ones, so that a large embedding is not one large message.
     """
-    granule = world_size * alignment  # the least that can be cut equally
+    granule = world_size * alignment  # the smallest number of elements that can be cut into equal aligned ranges
     most = None if bucket_numel is None else -(-bucket_numel // granule) * granule
     for (device, dtype, trainable, wire), members in classes.items():
         for filled_in_order in _fill(specs, members, most, ends, alignment):
@@ -172,24 +172,27 @@ def _flat_buckets(
             yield Bucket(tuple(segments), EqualRanges(world_size, width), dtype, device, wire), trainable
 
 
-def _set_apart(specs: Sequence[ParamSpec], members: Sequence[int], end_numel: int | None) -> list[int]:
-    """The parameters that begin the second bucket and the last one, if the ends are to be small; none of a few."""
+def _find_bucket_starts(specs: Sequence[ParamSpec], members: Sequence[int], end_numel: int | None) -> list[int]:
+    """Return the parameters that begin the second and the last bucket if those at the ends are to be small.
+
+    The list is empty if `end_numel` is None, or if there are too few parameters.
+    """
     if end_numel is None:
         return []
 
-    def reaches(sizes: Iterable[int]) -> int:
-        """How many of these come to `end_numel`."""
+    def count_until_full(sizes: Iterable[int]) -> int:
+        """Return how many of these parameters reach `end_numel` together."""
         return 1 + sum(1 for filled in accumulate(sizes) if filled < end_numel)
 
     numels = [specs[param].numel for param in members]
-    second, last = reaches(numels), len(members) - reaches(reversed(numels))
+    second, last = count_until_full(numels), len(members) - count_until_full(reversed(numels))
     return [members[second], members[last]] if second < last else []
 
 
 def _fill(
     specs: Sequence[ParamSpec], members: Sequence[int], most: int | None, ends: Collection[int], alignment: int
 ) -> Iterator[list[Segment]]:
-    """The segments of one bucket after the other; none is filled beyond `most`."""
+    """Yield the segments of each bucket; none has more than `most` elements."""
     segments: list[Segment] = []
     filled = 0
     for param in members:
@@ -199,7 +202,7 @@ def _fill(
             yield segments
             segments, filled = [], 0
         while most is not None and numel - start > most:
-            # Before it there is nothing, or parameters without elements: a bucket that goes on with one begins with it.
+            # Only parameters without elements can come before it in the bucket, so it begins at offset 0.
             yield [*segments, Segment(param, start, start + most, 0)]
             segments = []
             start += most
@@ -221,7 +224,7 @@ def _by_group(specs: Sequence[ParamSpec], segments: list[Segment], alignment: in
     return [Segment(param, 0, specs[param].numel, at) for param, at in zip(params, offsets, strict=False)]
 
 
-_Unit = tuple[int, ...]  # parameters that stay together
+_Unit = tuple[int, ...]  # parameters that stay in one bucket
 
 
 def _find_rows(
@@ -231,12 +234,12 @@ def _find_rows(
     world_size: int,
     bucket_numel: int | None,
 ) -> tuple[list[_Unit], list[_Unit]]:
-    """Rows of parameters with the same number of elements, one of each rank; and the rest, one by one.
+    """Return rows of parameters with equally many elements, one held by each rank; and the other parameters one by one.
 
-    A bucket of rows has equal ranges, of the same size on every rank. None of what would not fit into a bucket, and
-    none if all is to be in one bucket.
+    A bucket made of rows has ranges of the same size on every rank, so one collective sends it. There are no rows of
+    parameters that would not fit into a bucket together, and none if there is only one bucket.
     """
-    waiting: dict[int, dict[int, deque[int]]] = {}  # by elements, and by rank; ranks without any are not in it
+    waiting: dict[int, dict[int, deque[int]]] = {}  # numel -> rank -> parameters that are in no row yet
     rows: list[_Unit] = []
     for param in members:
         numel = specs[param].numel
@@ -254,7 +257,7 @@ def _find_rows(
 def _chunks(
     specs: Sequence[ParamSpec], units: Sequence[_Unit], bucket_numel: int | None, ends: Collection[int]
 ) -> Iterator[list[int]]:
-    """Consecutive units that together stay within `bucket_numel`, or one alone that does not."""
+    """Yield the parameters of each bucket: consecutive units of at most `bucket_numel` elements, or one larger unit."""
     chunk: list[int] = []
     filled = 0
     for unit in units:

@@ -1,8 +1,8 @@
-"""The plan: which rank holds which elements, and what travels together. A value; the same on every rank.
+"""The plan: which rank holds which elements, and which of them are sent together. It is equal on all ranks.
 
-[Note: size] With 1,024 ranks and 250 buckets there are a quarter of a million pieces, and every rank needs its own few
-hundred. So a plan holds what does not depend on the number of ranks, the segments of each bucket, and works out the
-pieces of a rank when they are asked for.
+[Note: size] With 1,024 ranks and 250 buckets there are a quarter of a million pieces, and every rank needs only its own
+few hundred. So a plan stores the segments of each bucket, whose number does not depend on the number of ranks, and
+computes the pieces of a rank when they are asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
+from operator import attrgetter
 
 from shardstep.planning.spec import ParamSpec
 
@@ -33,7 +34,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements [start, stop) of one flattened parameter, and where in their bucket they begin."""
+    """Elements [start, stop) of one flattened parameter, which begin at `offset` in their bucket."""
 
     param: int
     start: int
@@ -42,16 +43,16 @@ class Segment:
 
     @property
     def end(self) -> int:
-        """Where in the bucket they end."""
+        """The offset in the bucket behind the last element."""
         return self.offset + self.stop - self.start
 
 
-Placed = tuple[Piece, int]  # a piece, and where in its rank's range it begins
+Placed = tuple[Piece, int]  # a piece, and its offset in its rank's range
 
 
 @dataclass(frozen=True, slots=True)
 class EqualRanges:
-    """Every rank holds as many elements of a bucket, padding at its end included: FLAT."""
+    """FLAT: every rank holds equally many elements of a bucket, which is padded at its end for that."""
 
     count: int
     width: int
@@ -68,7 +69,7 @@ class EqualRanges:
         return rank * self.width, (rank + 1) * self.width
 
     def over(self, segment: Segment, place: int, start: int, stop: int) -> Iterator[Piece]:
-        """The pieces that hold elements [start, stop) of a segment, the one at `place`; without a look at others."""
+        """Yield the pieces that hold elements [start, stop) of a segment. `place` is its index in the bucket."""
         del place
         if segment.start == segment.stop:
             yield Piece(segment.param, segment.start, segment.stop, 0)
@@ -81,11 +82,11 @@ class EqualRanges:
             yield Piece(segment.param, begin - shift, end - shift, rank)
 
     def placed(self, segments: Sequence[Segment], rank: int) -> Iterator[Placed]:
-        """The pieces of a rank. What has no elements belongs to the first."""
+        """Yield the pieces of a rank, with their offsets. Parameters without elements belong to rank 0."""
         low, high = self.bounds(rank)
         if rank == 0:
             yield from ((Piece(s.param, s.start, s.stop, 0), 0) for s in segments if s.start == s.stop)
-        for segment in segments[bisect_right(segments, low, key=_end_of) :]:
+        for segment in segments[bisect_right(segments, low, key=attrgetter("end")) :]:
             if segment.offset >= high:
                 return
             begin, end = max(segment.offset, low), min(segment.end, high)
@@ -94,16 +95,12 @@ class EqualRanges:
                 yield Piece(segment.param, begin + shift, end + shift, rank), begin - low
 
 
-def _end_of(segment: Segment) -> int:
-    return segment.end
-
-
 @dataclass(frozen=True, slots=True)
 class WholeRanges:
-    """Every segment has one holder; those of one rank lie side by side: WHOLE."""
+    """WHOLE: every segment is held by one rank, and the segments of one rank are adjacent."""
 
-    ends: tuple[int, ...]  # of each rank's range
-    holders: tuple[int, ...]  # of each segment
+    ends: tuple[int, ...]  # where each rank's range ends
+    holders: tuple[int, ...]  # the rank that holds each segment
 
     @property
     def count(self) -> int:
@@ -115,7 +112,7 @@ class WholeRanges:
 
     @property
     def are_even(self) -> bool:
-        """Whether every rank's has as many elements: then they travel as equal ranges do."""
+        """Whether all ranks' ranges have equally many elements, so that they can be sent as `EqualRanges` are."""
         width = self.ends[0]
         return all(end == (rank + 1) * width for rank, end in enumerate(self.ends))
 
@@ -123,7 +120,7 @@ class WholeRanges:
         return (self.ends[rank - 1] if rank else 0), self.ends[rank]
 
     def over(self, segment: Segment, place: int, start: int, stop: int) -> Iterator[Piece]:
-        """As those of equal ranges: here it is all of the segment."""
+        """Yield the piece that holds the segment at index `place`; it is held whole, whatever `start` and `stop`."""
         del start, stop
         yield Piece(segment.param, segment.start, segment.stop, self.holders[place])
 
@@ -136,8 +133,8 @@ class WholeRanges:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What travels together: segments of one dtype on one device, one behind the other, in one encoding. Rank r holds
-    `bounds(r)`."""
+    """What one collective sends: consecutive segments of one dtype, on one device, in one encoding. Rank r holds the
+    elements `ranges.bounds(r)`."""
 
     segments: tuple[Segment, ...]
     ranges: EqualRanges | WholeRanges
@@ -147,28 +144,28 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """With what lies between segments and behind the last: it travels too."""
+        """Elements that are sent: those of the segments, and the padding between and behind them."""
         return self.ranges.numel
 
     @property
     def follows(self) -> bool:
-        """Whether it lies right behind the bucket before it, because a parameter goes through both."""
+        """Whether its memory follows that of the bucket before it, because a parameter is spread over both."""
         return bool(self.segments) and self.segments[0].start > 0
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """Of all ranks, in rank order."""
+        """The pieces of all ranks, in rank order."""
         return chain.from_iterable(self.pieces_of(rank) for rank in range(self.ranges.count))
 
     def pieces_of(self, rank: int) -> list[Piece]:
         return [piece for piece, _ in self.placed(rank)]
 
     def placed(self, rank: int) -> list[Placed]:
-        """The pieces of a rank and where in its range each begins, in that order."""
+        """Return the pieces of a rank and the offset of each in the rank's range, sorted by offset."""
         return list(self.ranges.placed(self.segments, rank))
 
     def over(self, param: int, start: int, stop: int) -> list[Piece]:
-        """The pieces, of whatever rank, that hold elements [start, stop) of a parameter; all of it, if it has none."""
+        """Return the pieces of all ranks that hold elements [start, stop) of a parameter; its one piece if empty."""
         return [
             piece
             for place, segment in enumerate(self.segments)
@@ -177,15 +174,15 @@ class Bucket:
         ]
 
     def sent(self, rank: int) -> tuple[int, int]:
-        """Elements that a rank sends: gradients to those that hold them, and what it holds to everyone.
+        """Return how many elements a rank sends: of gradients to their holders, and of its weights to all other ranks.
 
-        Of equal ranges among N ranks each is (N - 1)/N of the bucket.
+        With equal ranges on N ranks, each number is (N - 1)/N of the bucket.
         """
         low, high = self.ranges.bounds(rank)
         return self.numel - (high - low), (high - low) * (self.ranges.count - 1)
 
     def holdings(self) -> Iterator[tuple[int, int]]:
-        """Yield a rank and how many elements of parameters it holds; one rank may come several times, or never."""
+        """Yield (rank, number of elements); a rank may come several times, or not at all."""
         if isinstance(self.ranges, WholeRanges):
             yield from zip(self.ranges.holders, (s.stop - s.start for s in self.segments), strict=True)
         else:
@@ -194,24 +191,24 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who holds every element of every parameter. Hashable, comparable, printable; holds no tensor."""
+    """Which rank holds which elements of every parameter. Hashable, comparable, printable; holds no tensor."""
 
     params: tuple[ParamSpec, ...]
     buckets: tuple[Bucket, ...]
-    parked: tuple[Bucket, ...]  # frozen parameters: they have holders but are not sent
+    parked: tuple[Bucket, ...]  # of frozen parameters, which have holders but are not sent
     world_size: int
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """Of all ranks. There may be very many: see [Note: size]."""
+        """The pieces of all ranks. There may be very many: see [Note: size]."""
         return chain.from_iterable(bucket.pieces for bucket in chain(self.buckets, self.parked))
 
     def pieces_of(self, rank: int) -> list[Piece]:
-        """Of one rank, frozen ones included."""
+        """Return the pieces of one rank, with those of frozen parameters."""
         return [piece for bucket in chain(self.buckets, self.parked) for piece in bucket.pieces_of(rank)]
 
     def held(self) -> list[int]:
-        """Elements held by each rank, frozen ones included."""
+        """Return how many elements each rank holds, with those of frozen parameters."""
         held = [0] * self.world_size
         for bucket in chain(self.buckets, self.parked):
             for rank, numel in bucket.holdings():
@@ -219,16 +216,16 @@ class Plan:
         return held
 
     def holders(self) -> list[int]:
-        """The rank that holds each parameter; for plans of whole parameters."""
+        """Return the rank that holds each parameter, for a plan in which no parameter is cut."""
         ranks = [0] * len(self.params)
         for bucket in chain(self.buckets, self.parked):
-            assert isinstance(bucket.ranges, WholeRanges), "parameters that are cut have several holders"
+            assert isinstance(bucket.ranges, WholeRanges), "holders() needs a plan with Layout.WHOLE only"
             for segment, holder in zip(bucket.segments, bucket.ranges.holders, strict=True):
                 ranks[segment.param] = holder
         return ranks
 
     def to_json(self) -> str:
-        """Return the whole plan as text; the same on every rank and in every process."""
+        """Return a JSON text that describes the whole plan; equal plans have equal texts on all ranks."""
         return json.dumps(
             {
                 "world_size": self.world_size,
@@ -240,7 +237,7 @@ class Plan:
         )
 
     def digest(self) -> str:
-        """Sixty-four hexadecimal digits that are equal exactly where plans are."""
+        """Return the SHA-256 of the plan's text: ranks compare digests to find out whether their plans are equal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Whether a plan is a partition: every element held once, and nothing together that cannot travel together."""
+"""Check that a plan is a partition: each element is held once, and no bucket mixes what cannot be sent together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardstep.planning.plan import Bucket, Plan, Segment, WholeRanges
 
 
 def find_problems(plan: Plan) -> list[str]:
-    """Every way in which `plan` is not a partition, as sentences; empty if it is one."""
+    """Return all problems of `plan` as sentences; an empty list if it is a partition."""
     missing = [
         f"{segment} names a parameter that does not exist"
         for bucket in chain(plan.buckets, plan.parked)
@@ -20,7 +20,7 @@ def find_problems(plan: Plan) -> list[str]:
 
 
 def _coverage_problems(plan: Plan) -> Iterator[str]:
-    """Elements that lie in no bucket, or in two."""
+    """Yield elements that are in no bucket, or in two."""
     by_param: list[list[Segment]] = [[] for _ in plan.params]
     for bucket in chain(plan.buckets, plan.parked):
         for segment in bucket.segments:
@@ -43,15 +43,15 @@ def _coverage_problems(plan: Plan) -> Iterator[str]:
 
 
 def _range_problems(plan: Plan) -> Iterator[str]:
-    """Segments that lie over each other or outside the ranges; ranges that are not one for each rank."""
+    """Yield segments that overlap or are outside of the bucket, and buckets without exactly one range for each rank."""
     for number, bucket in enumerate(chain(plan.buckets, plan.parked)):
         if bucket.ranges.count != plan.world_size:
             yield f"bucket {number}: {bucket.ranges.count} ranges for {plan.world_size} ranks"
             continue
         if any(one.end > other.offset for one, other in pairwise(bucket.segments)):
-            yield f"bucket {number}: segments lie over each other, or not in order"
+            yield f"bucket {number}: segments overlap, or are not sorted by offset"
         if any(segment.offset < 0 or segment.end > bucket.numel for segment in bucket.segments):
-            yield f"bucket {number}: a segment lies outside the bucket's {bucket.numel} elements"
+            yield f"bucket {number}: a segment is outside of the bucket's {bucket.numel} elements"
         if isinstance(bucket.ranges, WholeRanges):
             yield from _holder_problems(number, bucket, bucket.ranges)
 
@@ -66,19 +66,19 @@ def _holder_problems(number: int, bucket: Bucket, ranges: WholeRanges) -> Iterat
             continue
         low, high = ranges.bounds(holder)
         if segment.offset < low or segment.end > high:
-            yield f"bucket {number}: {segment} lies outside the range of rank {holder}, which holds it"
+            yield f"bucket {number}: {segment} is outside of the range of rank {holder}, which holds it"
 
 
 def _bucket_problems(plan: Plan) -> Iterator[str]:
-    """Buckets that mix what cannot travel together."""
+    """Yield parameters that do not fit the other parameters of their bucket."""
     for number, bucket in enumerate(plan.buckets):
         for segment in bucket.segments:
             spec = plan.params[segment.param]
             if (spec.dtype, spec.device, spec.wire) != (bucket.dtype, bucket.device, bucket.wire):
-                yield f"{spec.name}: {spec.dtype} {spec.wire} on {spec.device} cannot travel in bucket {number}"
+                yield f"{spec.name}: {spec.dtype} {spec.wire} on {spec.device} cannot be sent in bucket {number}"
             if not spec.trainable:
-                yield f"{spec.name}: frozen, but travels in bucket {number}"
+                yield f"{spec.name}: frozen, but sent in bucket {number}"
     for bucket in plan.parked:
         for segment in bucket.segments:
             if plan.params[segment.param].trainable:
-                yield f"{plan.params[segment.param].name}: trainable, but does not travel"
+                yield f"{plan.params[segment.param].name}: trainable, but not sent"

@@ -1,4 +1,4 @@
-"""Which neighbouring pieces are stepped as one tensor: the work of a step grows with buckets, not with parameters."""
+"""Find adjacent pieces that are stepped as one tensor, so that a step takes time per bucket and not per parameter."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from shardstep.planning.plan import Piece, Placed
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Pieces that lie one behind the other in one rank's range of a bucket."""
+    """Consecutive pieces of one rank's range of a bucket: elements [start, stop) of the range."""
 
     pieces: tuple[Piece, ...]
-    offsets: tuple[int, ...]  # where each begins in the run
-    start: int  # of the run in the range
+    offsets: tuple[int, ...]  # of each piece, in the run
+    start: int
     stop: int
 
     @property
     def numel(self) -> int:
-        """With what lies between two parameters."""
+        """Elements of the run, with the padding between two parameters."""
         return self.stop - self.start
 
 
 def find_runs(placed: Sequence[Placed], together: Callable[[Piece, Piece], bool]) -> tuple[Run, ...]:
-    """The fewest runs in which all neighbours belong `together`."""
+    """Return the fewest runs such that `together` holds for all neighbours in a run."""
     rows: list[list[Placed]] = []
     for piece, offset in placed:
         if rows and together(rows[-1][-1][0], piece):

@@ -1,33 +1,47 @@
-"""What planning knows of a parameter: everything that must be the same on every rank, and nothing else."""
+"""What a plan is made from: the layout, and for each parameter what must be the same on every rank."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
+
+
+class Layout(Enum):
+    """How finely a parameter may be cut.
+
+    `WHOLE`: never, for optimizers that look at a whole matrix (Muon, Adafactor), and for the drop-in.
+    `FLAT`: anywhere, into equal ranges, for optimizers that treat every element alone (AdamW, SGD).
+    `AUTO`: the finest of these that is known to be exact for the class (optimizers/layout_policy.py chooses).
+    """
+
+    WHOLE = "whole"
+    FLAT = "flat"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter, as every rank must see it."""
+    """Description of one parameter; it must be equal on all ranks."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # as torch prints it, without "torch."
-    # The kind of device and which of the rank's devices of that kind it is, in order of first appearance. Not the
-    # machine's own number: rank 0 on cuda:0 and rank 3 on cuda:3 must make equal plans.
+    # The kind of device, and which of the rank's devices of that kind it is in order of first appearance. This is not
+    # the device's index on the machine: rank 0 on cuda:0 and rank 3 on cuda:3 must make equal plans.
     device: str
     group: int
-    trainable: bool = True  # a frozen parameter has a holder too, but does not travel
-    wire: str = ""  # the encoding in which it travels when it is trained (comm/encoding.py); empty: as it is
+    trainable: bool = True  # a frozen parameter has a holder too, but is not sent
+    wire: str = ""  # the encoding in which it is sent (comm/encoding.py); empty: unchanged
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def encoded(self, wire: str) -> ParamSpec:
-        """As it travels if matrices of float32 are encoded. Norms and biases are few bytes, and stay exact."""
+        """Return the spec with encoding `wire` if it is a float32 matrix: norms and biases are few bytes."""
         is_matrix = sum(size > 1 for size in self.shape) >= 2
         return replace(self, wire=wire if is_matrix and self.dtype == "float32" else "")
 
@@ -37,10 +51,10 @@ class ParamSpec:
 
 
 def read_specs(param_groups: Iterable[Mapping[str, Any]], travels: Sequence[bool] | None = None) -> list[ParamSpec]:
-    """Describe the parameters of an optimizer's `param_groups`, in index order.
+    """Return the specs of the parameters of an optimizer's `param_groups`, in index order.
 
-    `travels[i]` says whether parameter i is sent; by default those that require a gradient are.
-    Parameters that were given without names are named after their place.
+    `travels[i]` says whether parameter i is sent; by default a parameter is sent if it requires a gradient.
+    A parameter without a name is named after its position in `param_groups`.
     """
     ordinals: dict[str, dict[object, int]] = {}
     specs: list[ParamSpec] = []

@@ -1,1 +1,1 @@
-"""Remembers: the optimizer's state in a form that knows nothing of world size or layout."""
+"""The optimizer's state in a form that does not depend on world size or layout: for state_dicts and checkpoints."""

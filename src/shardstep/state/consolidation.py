@@ -1,4 +1,4 @@
-"""All ranks' state on one rank. Only that rank receives; every other rank sends its own part, in bounded messages."""
+"""Send optimizer state between ranks: all state to one rank, or each entry to its new holder, in bounded messages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from shardstep.comm.agreement import Claim, Facts, agree, attempt
 from shardstep.comm.channel import Channel
 from shardstep.comm.tensors import receive_tensors, send_tensors
-from shardstep.state.serialization import Reader, encode, to_cpu
+from shardstep.state.serialization import Decoder, encode, to_cpu
 
 
 def consolidate(channel: Channel, read_local: Callable[[], Mapping[Any, Any]], to: int) -> dict[Any, Any] | None:
-    """The state of all ranks by parameter index, on the CPU, on rank `to`; None on the others.
+    """Return all ranks' state by parameter index, on the CPU, on rank `to`; return None on the other ranks.
 
-    `read_local` gives this rank's part. A sender holds its own state and one message; the receiver adds to the result
-    one message. If any rank cannot take part, every rank raises before anything is sent.
+    `read_local` returns this rank's part. Beside its own state, or the result, a rank needs memory for one message
+    only. If one rank fails, all ranks raise before any state is sent.
     """
     text, failure = "", None
     tensors: list[torch.Tensor] = []
@@ -36,22 +36,22 @@ def consolidate(channel: Channel, read_local: Callable[[], Mapping[Any, Any]], t
         return None
     for source in range(channel.world_size):
         if source != to:
-            # What is not keyed by a parameter is the same on every rank; this rank's own is kept.
+            # Entries of no parameter are equal on all ranks; this rank's are kept.
             merged = {**receive_state(channel, source), **merged}
     return merged
 
 
 def send_state(channel: Channel, text: str, tensors: Sequence[torch.Tensor], to: int) -> None:
-    """Send what `encode` made."""
+    """Send a text and tensors that `encode` returned."""
     _send_text(channel, text, to)
     send_tensors(channel, tensors, to)
 
 
 def receive_state(channel: Channel, source: int) -> dict[Any, Any]:
-    """What another rank sends by `send_state`, on the CPU."""
-    reader = Reader(_receive_text(channel, source).decode())
-    receive_tensors(channel, reader.landing, source)
-    return dict(reader.state)
+    """Receive the state that rank `source` sends by `send_state`, and return it on the CPU."""
+    decoder = Decoder(_receive_text(channel, source).decode())
+    receive_tensors(channel, decoder.buffers, source)
+    return dict(decoder.state)
 
 
 def _send_text(channel: Channel, text: str, to: int) -> None:
@@ -71,11 +71,12 @@ def _receive_text(channel: Channel, source: int) -> bytes:
 def move_state(
     channel: Channel, state: Mapping[Any, Any], moves: Mapping[Any, tuple[int, int]], action: str
 ) -> dict[Any, Any]:
-    """This rank's state after every entry has gone from its old holder to its new one: `moves[key]`.
+    """Send every entry from its old holder to its new one, and return this rank's entries afterwards.
 
-    `moves` are those that this rank takes part in, or more. Pairs of ranks talk one after the other, in an order that
-    is the same on every rank. What can fail on one rank (state that cannot be sent, no memory for what comes) is done
-    before a message is under way that another rank waits for, and then `action` raises on all.
+    `moves[key]` are the old and the new holder; entries that do not concern this rank may be left out. Pairs of ranks
+    communicate one after the other, in an order that is the same on all ranks. All that can fail on one rank (state
+    that cannot be encoded, no memory for what is received) is done before another rank waits for a message; `action`
+    then raises on all ranks.
     """
     rank = channel.rank
     kept = {key: entry for key, entry in state.items() if moves[key][1] == rank}
@@ -95,14 +96,14 @@ def move_state(
             _send_text(channel, packed[to][0], to)
         else:
             texts[source] = _receive_text(channel, source)
-    coming = attempt(channel, action, lambda: {source: Reader(text.decode()) for source, text in texts.items()})
+    decoders = attempt(channel, action, lambda: {source: Decoder(text.decode()) for source, text in texts.items()})
     for source, to in pairs:
         if source == rank:
             send_tensors(channel, packed[to][1], to)
         else:
-            receive_tensors(channel, coming[source].landing, source)
-    for reader in coming.values():
-        kept.update(reader.state)
+            receive_tensors(channel, decoders[source].buffers, source)
+    for decoder in decoders.values():
+        kept.update(decoder.state)
     return kept
 
 

@@ -1,4 +1,4 @@
-"""Options from a rank that still has inputs to those that have run out of them: there no scheduler runs any more."""
+"""Copy the options of a rank that still has inputs to ranks in torch's Join without inputs, where no scheduler runs."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ Groups = Sequence[dict[str, Any]]
 
 
 def hand_over(
-    channel: Channel, donor: int, away: Sequence[int], groups: Groups, told: Mapping[str, Any]
+    channel: Channel, donor: int, away: Sequence[int], groups: Groups, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options of rank `donor` for the ranks that are `away`; called on all ranks. Returns what it has `told`."""
+    """Copy the options of rank `donor` into the groups of the ranks that are `away`; return the donor's `values`.
+
+    Called on all ranks. A rank that is neither gets its own `values` back.
+    """
     if channel.rank == donor:
-        text, tensors = encode({"options": [sendable(group) for group in groups], "told": told})
+        text, tensors = encode({"options": [sendable(group) for group in groups], "values": values})
         for rank in away:
             send_state(channel, text, tensors, rank)
     elif channel.rank in away:
         received = receive_state(channel, donor)
         for theirs, ours in zip(received["options"], groups, strict=True):
             for key, value in theirs.items():
-                _take(ours, key, value)
-        return dict(received["told"])
-    return dict(told)
+                _set_option(ours, key, value)
+        return dict(received["values"])
+    return dict(values)
 
 
 @torch.no_grad()
-def _take(group: dict[str, Any], key: str, value: Any) -> None:
-    """A tensor stays the one that it was, on its device: a scheduler, or a graph, may hold it."""
+def _set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set an option. A tensor is written in place, because a scheduler or a CUDA graph may refer to it."""
     own = group.get(key)
     if isinstance(own, torch.Tensor) and isinstance(value, torch.Tensor) and own.shape == value.shape:
         own.copy_(value)
@@ -42,7 +45,7 @@ def _take(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def sendable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that can be sent; an object of the program's own is the same on every rank anyway."""
+    """Return the options that can be encoded. Objects of other classes are left out: each rank has its own."""
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     return {key: value for key, value in options.items() if _can_be_sent(value)}
 

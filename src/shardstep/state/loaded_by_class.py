@@ -1,8 +1,8 @@
-"""What a class does with state and options that are loaded, done by its own `__setstate__` and `load_state_dict`.
+"""Let the optimizer's class process loaded state and options by its own `__setstate__` and `load_state_dict`.
 
-There old formats are brought up to date: counters that were numbers, options that were not known yet, AdamW's own
-weight decay where Adam's was saved. Parameters are cut into pieces and joined in runs here, so the class is given its
-state before that, by tensors which stand for the pieces: of this rank's parameters, frozen ones too.
+These convert old formats: step counters that were numbers, options that did not exist yet, AdamW's weight decay where
+Adam's was saved. shardstep steps pieces of parameters, joined in runs, which the class cannot load. So it loads into an
+optimizer of one tensor for each piece of this rank, frozen ones included, and the result is taken from there.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardstep.stepping.element_state import Entry
 from shardstep.stepping.masters import MASTER, NARROW
 from shardstep.stepping.parted_optimizer import placeholder
 
-_OURS = "shardstep."  # masters, averages and counts of roundings: no class knows of them
-_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # of torch's classes: in fp32, whatever they step
+_OURS = "shardstep."  # prefix of masters, averages and rounding counters, which no optimizer class knows
+_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # torch's classes keep these in fp32 for any parameter dtype
 
 
 class LoadedByClass:
-    """Loads into the optimizers of this rank, by one plan. `groups` have the parameters that are loaded for."""
+    """Processes loaded state for one plan. `groups` have the parameters whose state is loaded."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class LoadedByClass:
         self._params = [param for group in groups for param in group["params"]]
         self._group_of = [spec.group for spec in plan.params]
         self._tensors: dict[Piece, torch.Tensor] = {}
-        # Built without them: some make state in their constructor, which would take memory.
+        # Built without parameters: some classes make state in their constructor, which would take memory.
         self._optimizer = build(optimizer_class, without_params(groups), defaults, {})
 
     def run(
@@ -53,18 +53,18 @@ class LoadedByClass:
         counted: Mapping[str, Any],
         others: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Let the class have its way with the state in `entries` and with the options of the groups: both change.
+        """Replace the state in `entries` and the options of the groups by what the class makes of them.
 
-        `pieces` are all of this rank, and `weights` what they will be, where that is loaded as well; `counted` is what
-        the class has counted on itself, and `others` what a state_dict has beside state and groups: some save more.
-        Returns what the class has counted then.
+        `pieces` are all pieces of this rank, and `weights` the weights that are loaded for them, if any. `counted` are
+        numeric attributes of the optimizer instance (step counters), and `others` the entries of the state_dict beside
+        "state" and "param_groups". Returns the numeric attributes after loading.
         """
         optimizer = self._optimizer
         self._tensors = {piece: self._tensor(piece, entries.get(piece, {}), weights.get(piece)) for piece in pieces}
         for number, (group, ours) in enumerate(zip(optimizer.param_groups, self._groups, strict=True)):
             mine = [tensor for piece, tensor in self._tensors.items() if self._group_of[piece.param] == number]
             group["params"] = mine or [placeholder(param) for param in ours["params"][:1]]
-        aside = {piece: {key: entry[key] for key in entry if _is_ours(key)} for piece, entry in entries.items()}
+        of_shardstep = {piece: {key: entry[key] for key in entry if _is_ours(key)} for piece, entry in entries.items()}
         for piece, entry in entries.items():
             own = {key: self._fitted(key, value, piece) for key, value in entry.items() if not _is_ours(key)}
             if own:
@@ -74,15 +74,16 @@ class LoadedByClass:
         counters = Counters(optimizer)
         load_again(optimizer, others)
         for piece, tensor in self._tensors.items():
-            # Popped: what a later step joins in runs would otherwise be in memory twice.
-            entry = {**optimizer.state.pop(tensor, {}), **aside.pop(piece, {})}
+            # Removed from the optimizer: state that is later joined in runs would otherwise be in memory twice.
+            entry = {**optimizer.state.pop(tensor, {}), **of_shardstep.pop(piece, {})}
             if entry:
                 entries[piece] = entry
         copy_options(optimizer.param_groups, self._groups)
         return {**counted, **counters.advanced()}
 
     def _tensor(self, piece: Piece, entry: Entry, weight: torch.Tensor | None) -> torch.Tensor:
-        """Like what the share steps for a piece. Of torch's classes none looks at values: those take no memory."""
+        """Return a tensor like the one that is stepped for a piece. torch's classes do not read its values when they
+        load, so theirs takes no memory."""
         param, number = self._params[piece.param], self._group_of[piece.param]
         is_whole = self._layouts[number] is Layout.WHOLE or param.dim() == 0
         narrow = (torch.bfloat16,) if self._master == "stochastic" else NARROW if self._master == "fp32" else ()
@@ -98,7 +99,7 @@ class LoadedByClass:
         return (dense_view(weight, 0, param) if is_whole else weight).requires_grad_()
 
     def _fitted(self, key: str, value: Any, piece: Piece) -> Any:
-        """In the precision of what is stepped, as torch loads it. What other classes keep has one of its own."""
+        """Return a value in the dtype of the stepped tensor, as torch loads it; unchanged for classes of others."""
         tensor, kind = self._tensors[piece], class_of(self._class, self._groups[self._group_of[piece.param]])
         if not isinstance(value, torch.Tensor) or key in _COUNTERS or not is_of_torch(kind):
             return value

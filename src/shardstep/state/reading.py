@@ -1,4 +1,4 @@
-"""What a rank takes from a state_dict: the whole state of the plain optimizer, or its own part, by name or by place."""
+"""Take this rank's pieces from a state_dict: the plain optimizer's or this rank's part, matched by name or position."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def read_saved(
     rank: int,
     trial: Optimizer,
 ) -> tuple[dict[str, Any], Plan, dict[Piece, Entry]]:
-    """The same with its parameters in our order; what a rank loads of it, and the plan by which ranks held it.
+    """Return the state_dict with its parameters in our order, the plan for which it was saved, and this rank's state.
 
-    `trial` has the options of `groups` alone, and afterwards those that were saved, as its class makes them; what does
-    not fit is refused with the reason.
+    `trial` is an optimizer with the options of `groups` and without parameters; afterwards it has the saved options, as
+    its class loads them. Raises ValueError with the reason if the state_dict does not fit.
     """
     if isinstance(state_dict, Mapping) and "shardstep" in state_dict:
         raise ValueError(
-            "this is one rank's part, as an earlier shardstep saved it: load it with that one, on as many ranks as "
-            "saved it, and save it there with shardstep.save"
+            "this state_dict is one rank's part, in the format of an earlier shardstep. Load it with that version, on "
+            "as many ranks as saved it, and save it there with shardstep.save"
         )
     if isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
         state_dict = in_order_of(state_dict, plan.params)
@@ -53,9 +53,10 @@ def read_saved(
 def _cut(
     state: Mapping[Any, Any], keys: Sequence[Any], plan: Plan, rank: int, params: Sequence[torch.Tensor | None]
 ) -> dict[Piece, Entry]:
-    """By the pieces of a rank; `keys[i]` is the saved key of parameter i.
+    """Return the state of each piece of a rank; `keys[i]` is the saved key of parameter i.
 
-    `params`: tensors in a parameter's shape become flat, in the order of its memory; where None, they keep it.
+    Where `params[i]` is a tensor, state in its shape is flattened in its memory order; where it is None, state keeps
+    its shape.
     """
     found: dict[Piece, Entry] = {}
     for piece in plan.pieces_of(rank):
@@ -67,7 +68,7 @@ def _cut(
             if param is not None:
                 rest = {n: flat_gradient(param, v) if _has_shape_of(v, param) else v for n, v in rest.items()}
             own = cut_entry(rest, whole, piece.start, piece.stop)
-            found[piece] = {key: own[key] if key in own else _own(key, entry[key], piece, param) for key in entry}
+            found[piece] = {key: own[key] if key in own else _take(key, entry[key], piece, param) for key in entry}
     return found
 
 
@@ -75,12 +76,13 @@ def _has_shape_of(value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
-def _own(key: str, part: PartOfTensor, piece: Piece, param: torch.Tensor | None) -> torch.Tensor:
+def _take(key: str, part: PartOfTensor, piece: Piece, param: torch.Tensor | None) -> torch.Tensor:
+    """Return the elements of `piece` from this rank's part of a saved tensor."""
     if not part.is_whole:
-        return part.of(piece.start, piece.stop)
-    values = part.held[0]  # of a parameter that one rank holds, in whatever shape
+        return part.values_of(piece.start, piece.stop)
+    values = part.range_values[0]
     if param is None and values.dim() == 1 and key not in (MASTER, AVERAGE):
-        return part.whole()  # it was taken where parameters are cut
+        return part.to_whole()  # saved flat, under Layout.FLAT
     return flat_gradient(param, values) if param is not None and _has_shape_of(values, param) else values
 
 
@@ -88,7 +90,7 @@ def _own(key: str, part: PartOfTensor, piece: Piece, param: torch.Tensor | None)
 
 
 def in_order_of(state_dict: Mapping[str, Any], specs: Sequence[ParamSpec]) -> Mapping[str, Any]:
-    """The same, with groups and parameters in the order of `specs`, if it says how its parameters are called."""
+    """Return the state_dict with groups and parameters in the order of `specs`; unchanged if it has no names."""
     saved = _names(state_dict["param_groups"])
     if not saved:
         return state_dict
@@ -100,14 +102,17 @@ def in_order_of(state_dict: Mapping[str, Any], specs: Sequence[ParamSpec]) -> Ma
         places = {saved[name][0] for name in names}
         if len(places) > 1:
             first, other = (next(n for n in names if saved[n][0] == place) for place in sorted(places)[:2])
-            raise ValueError(f"{first} and {other} are in one group here, and in two in the state_dict")
+            raise ValueError(
+                f"{first} and {other} are in one group here, and in two groups in the state_dict: give this optimizer "
+                "the groups with which it was saved"
+            )
         group = state_dict["param_groups"][places.pop()]
         groups.append({**group, "params": [saved[name][1] for name in names], "param_names": names})
     return {**state_dict, "param_groups": groups}
 
 
 def _names(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Any]]:
-    """By name: the number of the group, and the key. Empty if it has no names, or not for all."""
+    """Return (number of the group, key) by name; nothing if any parameter has no name."""
     found: dict[str, tuple[int, Any]] = {}
     for number, group in enumerate(groups):
         keys = list(group.get("params", ()))
@@ -116,7 +121,7 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, Any]]:
             return {}
         for name, key in zip(names, keys, strict=True):
             if bare_name(name) in found:
-                raise ValueError(f"the state_dict has two parameters that are called {bare_name(name)}")
+                raise ValueError(f"the state_dict has two parameters with the name {bare_name(name)}")
             found[bare_name(name)] = (number, key)
     return found
 
@@ -126,13 +131,13 @@ def _check_names(saved: Mapping[str, Any], own: Sequence[str]) -> None:
     unknown = [name for name in saved if name not in known]
     missing = [name for name in own if name not in saved]
     if unknown or missing:
-        words = [f"it has {_first(unknown)}, unknown here"] if unknown else []
-        words += [f"it has not got {_first(missing)}"] if missing else []
+        words = [f"it has {_first_five(unknown)}, which this optimizer does not have"] if unknown else []
+        words += [f"it does not have {_first_five(missing)}"] if missing else []
         raise ValueError(
-            f"the state_dict was saved for other parameters: {', and '.join(words)}. If only names have changed, take "
-            "'param_names' out of its param_groups, and key it by number: then it is loaded by position"
+            f"the state_dict was saved for other parameters: {', and '.join(words)}. If only names have changed, "
+            "remove 'param_names' from its param_groups and use numbers as keys: then it is loaded by position"
         )
 
 
-def _first(names: Sequence[str]) -> str:
+def _first_five(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""State that follows its elements from one plan to another, whoever holds them before and after."""
+"""Move optimizer state between ranks when a new plan changes which rank holds which elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardstep.stepping.element_state import Entry, cut_entry, join_entries
 
 
 class _Fragment(NamedTuple):
-    """Elements that have one holder before and one after."""
+    """Elements [start, stop) of one parameter that are in one piece of the old plan and in one of the new plan."""
 
     old: Piece
     new: Piece
@@ -22,11 +22,11 @@ class _Fragment(NamedTuple):
 
 
 def reshard(channel: Channel, old: Plan, new: Plan, entries: Mapping[Piece, Entry], action: str) -> dict[Piece, Entry]:
-    """This rank's state by the pieces of `new`, from every rank's by the pieces of `old`. Called on all ranks.
+    """Return this rank's state for its pieces of plan `new`. Called on all ranks, with their state for plan `old`.
 
-    The first parameters of `new` are those of `old`. A piece without state before has none afterwards. Only what this
-    rank holds before or after is looked at: with a thousand ranks that is a thousandth of it. `entries` stay as they
-    are. If it fails on one rank, it raises on all.
+    The first parameters of `new` are those of `old`. A piece without state has none afterwards. Time grows with what
+    this rank holds before or after, not with the number of ranks. `entries` are not changed. If one rank fails, all
+    ranks raise.
     """
     if old == new:
         return {piece: dict(entry) for piece, entry in entries.items()}
@@ -41,7 +41,7 @@ _State = dict[_Name, Entry]
 
 
 def _name(part: _Fragment) -> _Name:
-    """What both ends of a move call it: a number would differ, because each rank counts its own fragments."""
+    """Return a name that sender and receiver both know; numbers would differ, as each rank counts its own fragments."""
     return part.new.param, part.start, part.stop
 
 
@@ -66,7 +66,7 @@ def _join(fragments: Sequence[_Fragment], moved: Mapping[_Name, Entry], rank: in
 
 
 def _fragments(old: Plan, new: Plan, rank: int) -> list[_Fragment]:
-    """What `rank` holds before or after, by the order of parameters and elements."""
+    """Return what `rank` holds before or after, in the order of parameters and elements."""
     before, after = _Holders(old), _Holders(new)
     leaving = [
         _Fragment(one, other, max(one.start, other.start), min(one.stop, other.stop))
@@ -84,16 +84,16 @@ def _fragments(old: Plan, new: Plan, rank: int) -> list[_Fragment]:
 
 
 class _Holders:
-    """Who holds which elements of a plan's parameters; found without a look at other parameters."""
+    """An index of a plan's segments by parameter, to find the holders of a range without a search."""
 
     def __init__(self, plan: Plan) -> None:
-        self._places: dict[int, list[tuple[Bucket, int]]] = {}  # by parameter: its segments, and where each stands
+        self._places: dict[int, list[tuple[Bucket, int]]] = {}  # parameter -> (bucket, index of a segment in it)
         for bucket in (*plan.buckets, *plan.parked):
             for place, segment in enumerate(bucket.segments):
                 self._places.setdefault(segment.param, []).append((bucket, place))
 
     def over(self, piece: Piece) -> list[Piece]:
-        """The pieces that have elements in common with another plan's; or nothing, if it has none."""
+        """Return the pieces that overlap with `piece`, which is of another plan."""
         start, stop = piece.start, piece.stop
         return [
             other

@@ -1,7 +1,7 @@
-"""State as JSON and tensors: what ranks send each other instead of pickles.
+"""Encode state as JSON and tensors, which ranks send each other instead of pickles.
 
-A pickle can run code when it is read. This format is closed: None, booleans, numbers, texts, lists, tuples and dicts of
-these, and tensors; there is nothing else that reading it could make.
+Reading a pickle can run code. This format has only None, booleans, numbers, strings, lists, tuples, dicts, dtypes and
+tensors; decoding cannot create anything else.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 
 from shardstep.params.views import storage_order
 
-# One-letter tags keep the text short; every value but these plain ones travels as [tag, content].
+# These types are written as they are; every other value is written as [tag, content], with a one-letter tag.
 _PLAIN = (bool, int, float, str)
 
 
 def encode(state: Mapping[Any, Any]) -> tuple[str, list[torch.Tensor]]:
-    """`state` as a text and the flat tensors that it refers to. No tensor is copied that is dense in memory."""
+    """Return `state` as a JSON text and the flat tensors to which it refers. Tensors dense in memory are not copied."""
     tensors: list[torch.Tensor] = []
     return json.dumps(_to_json(state, tensors, "state", ()), separators=(",", ":")), tensors
 
 
 def _to_json(value: Any, tensors: list[torch.Tensor], path: str, above: tuple[Any, ...]) -> Any:
-    """`above` are the lists and dicts that `value` is in."""
+    """Return what JSON can write for `value`; `above` are the lists and dicts that contain it."""
     if isinstance(value, torch.Tensor):
         return _tensor_to_json(value, tensors, path)
     if value is None or type(value) in _PLAIN:
@@ -42,7 +42,7 @@ def _to_json(value: Any, tensors: list[torch.Tensor], path: str, above: tuple[An
     if isinstance(value, torch.dtype):
         return ["y", str(value).removeprefix("torch.")]
     if any(one is value for one in above):
-        raise TypeError(f"{path} contains itself, without an end: leave it out, or keep a copy in it")
+        raise TypeError(f"{path} contains itself: leave it out, or store a copy in it")
     inside = (*above, value)
     if isinstance(value, list | tuple):
         tag = "l" if isinstance(value, list) else "t"
@@ -57,14 +57,15 @@ def _to_json(value: Any, tensors: list[torch.Tensor], path: str, above: tuple[An
         ]
     raise TypeError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent without pickling; "
-        "keep numbers, texts, lists, dicts and tensors in the optimizer's state"
+        "keep only numbers, strings, lists, dicts and tensors in the optimizer's state"
     )
 
 
 def _tensor_to_json(value: torch.Tensor, tensors: list[torch.Tensor], path: str) -> Any:
     if value.layout is not torch.strided or type(value) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(
-            f"{path} is a {type(value).__name__} with layout {value.layout}; only plain dense tensors travel"
+            f"{path} is a {type(value).__name__} with layout {value.layout}, which cannot be sent: use a plain dense "
+            "tensor"
         )
     if value.is_meta:
         raise TypeError(
@@ -72,24 +73,18 @@ def _tensor_to_json(value: torch.Tensor, tensors: list[torch.Tensor], path: str)
         )
     if value.is_quantized:
         raise TypeError(f"{path} is a quantized tensor: keep its int_repr(), scale and zero point, or its dequantize()")
-    value = value.detach().resolve_conj().resolve_neg()  # else a flag says how to read what is in memory
+    value = value.detach().resolve_conj().resolve_neg()  # lazy conj and neg flags are not sent, so apply them
     order = storage_order(value)
     tensors.append(value.permute(order).contiguous().view(-1))
     return ["T", [str(value.dtype).removeprefix("torch."), list(value.shape), order]]
 
 
-class Reader:
-    """Reads a text made by `encode`: first `landing` for the tensors to arrive in, then `state`."""
+class Decoder:
+    """Decodes a text made by `encode`. Receive the tensors into `buffers`; the tensors in `state` are views of them."""
 
     def __init__(self, text: str) -> None:
-        self.landing: list[torch.Tensor] = []
-        self._raw = json.loads(text)
-        self._state = self._from_json(self._raw)
-
-    @property
-    def state(self) -> Any:
-        """The decoded state; its tensors are views of `landing`."""
-        return self._state
+        self.buffers: list[torch.Tensor] = []
+        self.state: Any = self._from_json(json.loads(text))
 
     def _from_json(self, raw: Any) -> Any:
         if raw is None or type(raw) in _PLAIN:
@@ -104,13 +99,13 @@ class Reader:
         if tag == "y":
             return _dtype(content)
         if tag not in ("l", "t"):
-            raise ValueError(f"{tag!r} is no kind of value in this format")
+            raise ValueError(f"unknown tag {tag!r} in an encoded state")
         items = [self._from_json(item) for item in content]
         return items if tag == "l" else tuple(items)
 
     def _tensor(self, dtype: str, shape: list[int], order: list[int]) -> torch.Tensor:
         stored = torch.empty([shape[dim] for dim in order], dtype=_dtype(dtype), device="cpu")
-        self.landing.append(stored.view(-1))
+        self.buffers.append(stored.view(-1))
         return stored.permute([order.index(dim) for dim in range(len(shape))])
 
 
@@ -122,7 +117,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def to_cpu(value: Any) -> Any:
-    """The same structure with every tensor copied to the CPU, so that later steps do not change it."""
+    """Return the same structure with every tensor copied to the CPU, so that later steps do not change it."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""torch's state_dict: checked before anything is loaded from it, and cut down to one rank's part."""
+"""Write and check torch's state_dict: check all of it before anything is loaded, and select one rank's part."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shardstep.stepping.element_state import Entry, join_entries
 
 
 def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Param groups as a state_dict holds them: parameters replaced by their indices."""
+    """Return param groups as a state_dict has them, with the parameters' indices in place of the parameters."""
     packed: list[dict[str, Any]] = []
     start = 0
-    # A class cannot be in a file that is read without running what it brings along: its name is.
+    # A file that is read with weights_only=True cannot contain a class, so the class is saved by its name.
     for group in param_groups:
         stop = start + len(group["params"])
         options = {key: qualified_name(value) if key == CLASS else value for key, value in group.items()}
@@ -32,7 +32,7 @@ def pack_groups(param_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def check_state_dict(
     state_dict: Any, specs: Sequence[ParamSpec], group_sizes: Sequence[int], optimizer_class: type[Optimizer]
 ) -> list[Any]:
-    """The saved keys of the parameters in index order; ValueError that names every entry that does not fit."""
+    """Return the saved keys of the parameters in index order; raise ValueError with all entries that do not fit."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"a state_dict must be a dict, got {torch.typename(state_dict)}")
     absent = [key for key in ("state", "param_groups") if key not in state_dict]
@@ -64,7 +64,7 @@ def _entry_problems(
     for key, entry in state.items():
         spec = spec_of.get(key)
         if spec is None:
-            if isinstance(key, int):  # entries under other keys belong to no parameter; the optimizer knows them
+            if isinstance(key, int):  # entries with other keys belong to the optimizer as a whole
                 yield f"state[{key}] belongs to no parameter; there are {len(spec_of)}"
         elif not isinstance(entry, Mapping):
             yield f"state[{key}] ({spec.name}) is {torch.typename(entry)}, not a dict"
@@ -77,7 +77,7 @@ def _entry_problems(
 
 
 def _fits(value: Any, spec: ParamSpec, optimizer_class: type[Optimizer]) -> bool:
-    """Whether a value can be state of the parameter. Of a class that is not torch's we cannot know."""
+    """Whether a value can be state of the parameter. For classes that are not torch's, anything can."""
     if inner := getattr(optimizer_class, "inner_classes", ()):
         return any(_fits(value, spec, kind) for kind in inner)
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or not is_of_torch(optimizer_class):
@@ -93,18 +93,18 @@ def _fits(value: Any, spec: ParamSpec, optimizer_class: type[Optimizer]) -> bool
 
 
 def _missing_entries(state: Mapping[Any, Any], spec_of: Mapping[Any, ParamSpec]) -> Iterator[str]:
-    """torch's classes make all state of a parameter at once, and the same for parameters alike: find what lacks some.
+    """Yield the parameters that lack state which other parameters of their group have.
 
-    A parameter without any state is no problem: it has not been stepped yet. Nor is state that an option switches on.
+    torch's classes make all state of a parameter at once, with equal names for similar parameters. A parameter without
+    any state is no problem: it was never stepped. Nor is state that an option switches on.
     """
     optional = {"max_exp_avg_sq", "momentum_buffer", "grad_avg"}
     alike: dict[tuple[int, int], dict[Any, set[str]]] = {}
     for key, entry in state.items():
         if key in spec_of and isinstance(entry, Mapping) and entry:
             spec = spec_of[key]
-            names = {
-                name for name in entry if not str(name).startswith("shardstep.")
-            }  # a master is there before a step
+            # Masters exist before the first step, so they do not count.
+            names = {name for name in entry if not str(name).startswith("shardstep.")}
             if names:
                 alike.setdefault((spec.group, len(spec.shape)), {})[key] = names
     for entries in alike.values():
@@ -117,7 +117,10 @@ def _missing_entries(state: Mapping[Any, Any], spec_of: Mapping[Any, ParamSpec])
 def local_part(
     state_dict: Mapping[str, Any], keys: Sequence[Any], mine: Sequence[int], specs: Sequence[ParamSpec]
 ) -> dict[str, Any]:
-    """What the local optimizer loads: copies for the parameters `mine` only; a step must not write to the caller's."""
+    """Return what the local optimizer loads: a copy of the state_dict with only the parameters `mine`.
+
+    It is a copy because a step must not write to the caller's tensors.
+    """
     wanted = {keys[index] for index in mine}
     known = set(keys)
     state = {key: entry for key, entry in state_dict["state"].items() if key in wanted or key not in known}
@@ -134,7 +137,7 @@ def local_part(
 
 
 def describe(state_dict: Mapping[str, Any]) -> Iterator[str]:
-    """What ranks that load the same state_dict have in common: options, and the shapes and scalars of the state."""
+    """Yield lines that are equal on ranks that load equal state_dicts: options, and shapes and scalars of the state."""
     for number, group in enumerate(state_dict["param_groups"]):
         for name, value in group.items():
             yield f"param_groups[{number}][{name!r}] = {_brief(value)}"
@@ -148,26 +151,27 @@ def _brief(value: Any) -> str:
         return f"[{', '.join(map(_brief, value))}]"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
-    if not isinstance(value, torch.Tensor):  # a set, or an object, need not print alike in every process
+    if not isinstance(value, torch.Tensor):  # a set, or an object, may print differently in every process
         return f"a {type(value).__name__}"
     return repr(value.item()) if value.dim() == 0 else f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
 
 
 def check_options(local: Optimizer, before: Sequence[Mapping[str, Any]]) -> None:
-    """Raise if a loaded group lacks an option that the optimizer had: the state_dict is another optimizer's."""
+    """Raise ValueError if a loaded group lacks an option that the optimizer had before loading."""
     for number, (group, had) in enumerate(zip(local.param_groups, before, strict=True)):
         absent = [name for name in local.defaults if name in had and name not in group]
         if absent:
             raise ValueError(
                 f"param_groups[{number}] of the state_dict has no {', '.join(map(repr, absent))}, which "
-                f"{type(local).__name__} needs; it was saved by another optimizer"
+                f"{type(local).__name__} needs: it was saved by an optimizer of another class"
             )
 
 
 def check_saved_groups(state_dict: Mapping[str, Any], specs: Sequence[ParamSpec], trial: Optimizer) -> None:
-    """Raise if saved groups are another optimizer's or another model's. `trial` has this one's options alone.
+    """Raise ValueError if the saved groups do not fit this model and this optimizer's class.
 
-    It loads them, so that options which are newer than the state_dict get their defaults, and has them then.
+    `trial` is an optimizer with this one's options and without parameters. It loads the saved options, so that options
+    which are newer than the state_dict get their defaults.
     """
     groups, before = state_dict["param_groups"], [dict(group) for group in trial.param_groups]
     problems = list(
@@ -179,26 +183,27 @@ def check_saved_groups(state_dict: Mapping[str, Any], specs: Sequence[ParamSpec]
         ours, theirs = had.get(CLASS), group.get(CLASS)
         if ours is not None and theirs is not None and qualified_name(ours) != theirs:
             raise ValueError(
-                f"param_groups[{number}] of the state_dict is of {theirs}, and here of {qualified_name(ours)}"
+                f"param_groups[{number}] was saved by {theirs}, and is {qualified_name(ours)} here: use the class "
+                "with which it was saved"
             )
     options = [
         {**{key: value for key, value in group.items() if key not in ("param_names", CLASS)}, "params": []}
         for group in groups
     ]
     for group, had in zip(options, before, strict=True):
-        group.update({key: had[key] for key in (CLASS,) if key in had})  # itself, where its name is saved
+        group.update({key: had[key] for key in (CLASS,) if key in had})  # the class itself, not its saved name
     others = {**beside_state(trial.state_dict()), **beside_state(state_dict)}
     trial.load_state_dict(copy.deepcopy({**others, "state": {}, "param_groups": options}))
     check_options(trial, before)
 
 
 def bare_name(name: str) -> str:
-    """Without what DistributedDataParallel and torch.compile put before it."""
+    """Return a parameter's name without the prefixes of DistributedDataParallel and torch.compile."""
     return name.removeprefix("module.").replace("_orig_mod.", "")
 
 
 def shown_state(entries: Mapping[Piece, Entry], params: Sequence[torch.Tensor]) -> ShownState:
-    """State by parameter, from that of the pieces of one rank: flat, the elements that it holds, in order."""
+    """Return this rank's state by parameter; tensors are flat and have the elements that this rank holds, in order."""
     found: dict[torch.Tensor, list[tuple[Piece, Entry]]] = {}
     for piece, entry in sorted(entries.items(), key=lambda item: (item[0].param, item[0].start)):
         found.setdefault(params[piece.param], []).append((piece, entry))
@@ -209,21 +214,21 @@ def shown_state(entries: Mapping[Piece, Entry], params: Sequence[torch.Tensor]) 
 
 
 class ShownState(dict[Any, Any]):
-    """State to look at. It is made when somebody asks, so what is taken out of it would still be there: that raises.
+    """Read-only state. It is built anew at each access, so removing an entry would have no effect: that raises.
 
-    Setting an entry does not: trainers write back what they have moved to another device, and mean nothing else by it.
+    Setting an entry does not raise: trainers write back entries that they have moved to another device.
     """
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
-            "this only shows the state of a sharded optimizer, which would stay as it is: to begin anew call "
-            "load_state_dict() on all ranks with an empty 'state' and the param_groups of state_dict()"
+            "opt.state of a sharded optimizer is read-only. To reset the state, call load_state_dict() on all ranks "
+            "with an empty 'state' and the param_groups of state_dict()"
         )
 
     def __missing__(self, key: Any) -> dict[str, Any]:
-        return {}  # as torch's own, which has an entry for whoever asks
+        return {}  # as torch's own state, a defaultdict
 
     __delitem__ = clear = pop = popitem = update = __ior__ = _refuse
 
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)  # a copy is anybody's
+        return dict, (dict(self),)  # a copy is a plain dict that may be changed
