@@ -60,7 +60,7 @@ test-newest: .torch-$(NEWEST_TORCH)/.ready
 # Where torch has brought no Triton. It goes beside .venv, so that all other tests run as they do without it.
 KERNEL := .kernel
 test-kernel: $(KERNEL)/.ready
-	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest tests/test_kernel.py $(ARGS)
+	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest tests/stepping/test_kernel.py $(ARGS)
 
 $(KERNEL)/.ready: requirements-kernel.txt $(READY)
 	rm -rf $(KERNEL)
@@ -71,12 +71,12 @@ $(KERNEL)/.ready: requirements-kernel.txt $(READY)
 
 # Three hundred random programs instead of thirty.
 fuzz: $(READY)
-	SHARDSTEP_FUZZ=300 $(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
+	SHARDSTEP_FUZZ=300 $(BIN)/python -m pytest tests/engine/test_fuzz.py $(ARGS)
 
 # Nothing is installed for it: the interpreter with CUDA has what it needs, and its torch is not the one that is pinned.
 GPU_PYTHON ?= python3
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) tests/run_gpu.py $(ARGS)
+	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/run_gpu.py $(ARGS)
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
@@ -84,10 +84,10 @@ bench-gpu:
 # Beside .venv, not in it: what `make test` runs with stays what requirements.txt says.
 THIRD_PARTY := .third-party
 test-third-party: $(THIRD_PARTY)/.ready
-	PYTHONPATH=$(THIRD_PARTY) $(BIN)/python -m pytest tests/test_third_party.py $(ARGS)
+	PYTHONPATH=$(THIRD_PARTY) $(BIN)/python -m pytest tests/optimizers/test_third_party.py $(ARGS)
 
 third-party-table: $(THIRD_PARTY)/.ready
-	PYTHONPATH=$(THIRD_PARTY):tests $(BIN)/python tests/third_party.py
+	PYTHONPATH=$(THIRD_PARTY):tests/support $(BIN)/python tests/support/third_party.py
 
 $(THIRD_PARTY)/.ready: requirements-third-party.txt $(READY)
 	rm -rf $(THIRD_PARTY)
@@ -110,7 +110,7 @@ FRAMEWORKS := .frameworks
 frameworks: $(FRAMEWORKS)/.ready
 
 test-frameworks: $(FRAMEWORKS)/.ready
-	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest tests/test_integrations_*.py $(ARGS)
+	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest tests/integrations $(ARGS)
 
 $(FRAMEWORKS)/.ready: requirements-frameworks.txt $(READY)
 	rm -rf $(FRAMEWORKS)
@@ -127,7 +127,7 @@ test-wheel: dist
 	rm -rf $(WHEEL)
 	$(BIN)/python -m venv $(WHEEL)
 	$(WHEEL)/bin/python -m pip install --quiet --constraint requirements.txt "$$(ls dist/*.whl)[cli]"
-	SHARDSTEP_WHEEL=$(WHEEL) $(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+	SHARDSTEP_WHEEL=$(WHEEL) $(BIN)/python -m pytest tests/package/test_wheel.py $(ARGS)
 
 check: lint test test-slow test-kernel
 

@@ -3,7 +3,7 @@
 A trial sees two dozen steps on 24 elements. Code that nobody here has read may do something else later: after a
 warm-up, above a size, when a norm passes a bound. Cut up it would then silently compute something else, so parameters
 of such classes stay whole, unless the caller asks for cuts. Believed are torch's own classes, which have been read, and
-those below, which tests/test_third_party.py trains cut up against the plain optimizer. With options under which they
+those below, which test_third_party.py trains cut up against the plain optimizer. With options under which they
 do look at a whole parameter (gradients made zero-mean, a cautious mask) the trial says so, and they stay whole as well.
 """
 
