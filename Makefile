@@ -1,4 +1,5 @@
 # make demo: train a small GPT on two ranks, with DDP + AdamW and with shardstep.   make test: the tests.
+# make quick: one or two of them for each topic, in two minutes: at every change.
 # make test-slow: the rest of them, of checkpoints, examples and docs.
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-oldest test-newest test-gpu test-kernel fuzz test-third-party third-party-table frameworks \
+.PHONY: demo quick test test-slow test-oldest test-newest test-gpu test-kernel fuzz test-third-party third-party-table frameworks \
 	test-frameworks dist test-wheel check lint docs bench bench-gpu clean
 
 demo: $(READY)
@@ -28,6 +29,11 @@ PARALLEL ?= -n 2 --dist worksteal
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(ARGS)
+
+# Five hundred tests of tests/quick.txt: all of planning, and one or two of every topic on one and two ranks. A line is a
+# file, a test or one case of it; pytest says so if it is not there.
+quick: $(READY)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) @tests/quick.txt $(ARGS)
 
 # Checkpoints that are killed and damaged, the reshard matrix, conversions, and every example and block of code in the docs.
 test-slow: $(READY)
