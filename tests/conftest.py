@@ -8,7 +8,6 @@ import torch
 
 from worker_pool import WorkerPool
 
-
 # How long an example takes says how busy the machine is; every test has a time-out of its own.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
