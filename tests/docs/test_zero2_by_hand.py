@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -14,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardstep
 from fast_lane_training import SMALL_BUCKETS, Net, batch, loss_of
+from repository import ROOT
 from training import all_same, assert_ranks_equal, assert_same
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "zero2_by_hand.py"
+EXAMPLE = ROOT / "examples" / "zero2_by_hand.py"
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
 
 
