@@ -1,4 +1,5 @@
 # make demo: train a small GPT on two ranks, with DDP + AdamW and with shardstep.   make test: the tests.
+# make quick: one or two of them for each topic, in two minutes: at every change.
 # make test-slow: the rest of them, of checkpoints, examples and docs.
 # make test-gpu: those that need a GPU, with a Python that has torch for CUDA (GPU_PYTHON).
 # make test-third-party: optimizers of other packages against the plain ones; third-party-table writes docs/optimizers.md.
@@ -16,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-slow test-oldest test-newest test-gpu test-kernel fuzz test-third-party third-party-table frameworks \
+.PHONY: demo quick test test-slow test-oldest test-newest test-gpu test-kernel fuzz test-third-party third-party-table frameworks \
 	test-frameworks dist test-wheel check lint docs bench bench-gpu clean
 
 demo: $(READY)
@@ -28,6 +29,11 @@ PARALLEL ?= -n 2 --dist worksteal
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(ARGS)
+
+# Five hundred tests of tests/quick.txt: all of planning, and one or two of every topic on one and two ranks. A line is a
+# file, a test or one case of it; pytest says so if it is not there.
+quick: $(READY)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) @tests/quick.txt $(ARGS)
 
 # Checkpoints that are killed and damaged, the reshard matrix, conversions, and every example and block of code in the docs.
 test-slow: $(READY)
@@ -60,7 +66,7 @@ test-newest: .torch-$(NEWEST_TORCH)/.ready
 # Where torch has brought no Triton. It goes beside .venv, so that all other tests run as they do without it.
 KERNEL := .kernel
 test-kernel: $(KERNEL)/.ready
-	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest tests/test_kernel.py $(ARGS)
+	PYTHONPATH=$(KERNEL) $(BIN)/python -m pytest tests/stepping/test_kernel.py $(ARGS)
 
 $(KERNEL)/.ready: requirements-kernel.txt $(READY)
 	rm -rf $(KERNEL)
@@ -71,12 +77,12 @@ $(KERNEL)/.ready: requirements-kernel.txt $(READY)
 
 # Three hundred random programs instead of thirty.
 fuzz: $(READY)
-	SHARDSTEP_FUZZ=300 $(BIN)/python -m pytest tests/test_fuzz.py $(ARGS)
+	SHARDSTEP_FUZZ=300 $(BIN)/python -m pytest tests/engine/test_fuzz.py $(ARGS)
 
 # Nothing is installed for it: the interpreter with CUDA has what it needs, and its torch is not the one that is pinned.
 GPU_PYTHON ?= python3
 test-gpu:
-	PYTHONPATH=src $(GPU_PYTHON) tests/run_gpu.py $(ARGS)
+	PYTHONPATH=src $(GPU_PYTHON) tests/gpu/run_gpu.py $(ARGS)
 
 bench-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu.py $(ARGS)
@@ -84,10 +90,10 @@ bench-gpu:
 # Beside .venv, not in it: what `make test` runs with stays what requirements.txt says.
 THIRD_PARTY := .third-party
 test-third-party: $(THIRD_PARTY)/.ready
-	PYTHONPATH=$(THIRD_PARTY) $(BIN)/python -m pytest tests/test_third_party.py $(ARGS)
+	PYTHONPATH=$(THIRD_PARTY) $(BIN)/python -m pytest tests/optimizers/test_third_party.py $(ARGS)
 
 third-party-table: $(THIRD_PARTY)/.ready
-	PYTHONPATH=$(THIRD_PARTY):tests $(BIN)/python tests/third_party.py
+	PYTHONPATH=$(THIRD_PARTY):tests/support $(BIN)/python tests/support/third_party.py
 
 $(THIRD_PARTY)/.ready: requirements-third-party.txt $(READY)
 	rm -rf $(THIRD_PARTY)
@@ -110,7 +116,7 @@ FRAMEWORKS := .frameworks
 frameworks: $(FRAMEWORKS)/.ready
 
 test-frameworks: $(FRAMEWORKS)/.ready
-	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest tests/test_integrations_*.py $(ARGS)
+	PYTHONPATH=$(FRAMEWORKS) $(BIN)/python -m pytest tests/integrations $(ARGS)
 
 $(FRAMEWORKS)/.ready: requirements-frameworks.txt $(READY)
 	rm -rf $(FRAMEWORKS)
@@ -127,7 +133,7 @@ test-wheel: dist
 	rm -rf $(WHEEL)
 	$(BIN)/python -m venv $(WHEEL)
 	$(WHEEL)/bin/python -m pip install --quiet --constraint requirements.txt "$$(ls dist/*.whl)[cli]"
-	SHARDSTEP_WHEEL=$(WHEEL) $(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+	SHARDSTEP_WHEEL=$(WHEEL) $(BIN)/python -m pytest tests/package/test_wheel.py $(ARGS)
 
 check: lint test test-slow test-kernel
 

@@ -1,4 +1,4 @@
-"""Ways to damage a checkpoint, or to make it do harm. tests/test_checkpoint_faults.py and faults.py share them.
+"""Ways to damage a checkpoint, or to make it do harm. Shared by test_checkpoint_faults.py and faults.py.
 
 Each takes a whole checkpoint and a path that appears if code in it is run, and leaves it damaged. An attacker corrects
 sizes and checksums (`reseal`); a disk does not.

@@ -2,10 +2,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 import torch
 
 from worker_pool import WorkerPool
+
+# How long an example takes says how busy the machine is; every test has a time-out of its own.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 def pytest_report_header() -> str:

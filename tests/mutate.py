@@ -35,17 +35,21 @@ FILES = [
 ]  # fmt: skip
 # Fast ones that reach all of it; the whole suite would take a quarter of an hour for each.
 TESTS = [
-    f"tests/test_{name}.py"
-    for name in ("fuzz", "collectives", "turns", "packing", "fast_lane_regressions", "arrival", "premises", "runs")
-]
+    f"tests/{name}.py"
+    for name in (
+        "engine/test_fuzz", "comm/test_collectives", "comm/test_call_order", "gradients/test_packing",
+        "engine/test_fast_lane_unusual_programs", "params/test_overlapped_gather", "engine/test_step_preconditions",
+        "stepping/test_runs",
+    )
+]  # fmt: skip
 # For what those do not notice.
 MORE = [
-    f"tests/test_{name}.py"
+    f"tests/{name}.py"
     for name in (
-        "guard", "optimizer_surface", "ring", "one_owner", "several", "fast_lane_programs", "gradients_kept",
-        "drop_in_step", "overlap", "audit", "fast_lane", "conformance",
+        "params/test_gradient_guard", "optimizers/test_optimizer_surface", "drop_in/test_ring", "params/test_one_owner",
+        "optimizers/test_several_classes", "engine/test_fast_lane_programs", "drop_in/test_drop_in_step",
+        "drop_in/test_overlap_with_ddp", "engine/test_audit", "engine/test_fast_lane", "drop_in/test_conformance",
     )
-    if (Path(__file__).parent / f"test_{name}.py").exists()
 ]  # fmt: skip
 SECONDS = 400
 OPPOSITE = {ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.LtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

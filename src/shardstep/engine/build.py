@@ -64,9 +64,7 @@ def open_context(model: nn.Module, channel: Channel, config: ShardConfig, owner:
     final = FinalAgreement(channel)
     with torch.no_grad():
         transport.broadcast([*params, *model.buffers()])
-    return Context(
-        model, config, channel, transport, call_order, Agreement(channel), final, preconditions, Readers()
-    )
+    return Context(model, config, channel, transport, call_order, Agreement(channel), final, preconditions, Readers())
 
 
 def make_recipe(optimizer_class: Any, defaults: Mapping[str, Any], config: ShardConfig, groups: ParamGroups) -> Recipe:

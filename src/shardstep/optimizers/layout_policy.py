@@ -3,9 +3,9 @@
 A trial sees two dozen steps on 24 elements. Code that we have not read may do something else later: after a warm-up,
 above a size, when a norm passes a bound. On cut parameters it would then silently compute something else, so parameters
 of such classes stay whole unless the caller asks for Layout.FLAT. The trial alone is enough for torch's own classes,
-whose code has been read, and for those listed below, which tests/test_third_party.py trains on cut parameters against
-the plain optimizer. With options under which these look at a whole parameter (gradients made zero-mean, a cautious
-mask) the trial shows it, and they stay whole as well.
+whose code has been read, and for those listed below, which test_third_party.py trains on cut parameters against the
+plain optimizer. With options under which these look at a whole parameter (gradients made zero-mean, a cautious mask)
+the trial shows it, and they stay whole as well.
 """
 
 from __future__ import annotations

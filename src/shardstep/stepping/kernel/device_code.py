@@ -19,7 +19,7 @@ quotients are rounded to the nearest, as theirs are. What is left: the compiler 
 plus eps once where torch rounds twice, scale and clip factor are one number, and fused kernels divide where others
 multiply by the reciprocal. So in a step, both from the same numbers, a weight should differ by no more than one
 rounding of its own, 2^-23 of it, and eight of what is added, 2^-20 of the largest addend of its tensor; it is
-"largest" because moments may cancel out. tests/test_kernel.py holds the kernel to that; it is not proved. Lion has a
+"largest" because moments may cancel out. test_kernel.py holds the kernel to that; it is not proved. Lion has a
 sign in it: where its two terms cancel to the last bit it may go the other way, by twice the rate.
 """
 
