@@ -1,8 +1,8 @@
 """What torch has no argument, callback or hook for: read from frames of its functions, and set in one of its tables.
 
 No other file inspects a frame or writes into a private table of torch. Every function here says why torch leaves no
-other way. tests/params/test_torch_internals.py calls the functions of torch that are named here, and fails when one of them
-has another name or other variables.
+other way. tests/params/test_torch_internals.py calls the functions of torch that are named here, and fails when one of
+them has another name or other variables.
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ from worker_pool import WorkerPool
 FOLDER = Path(__file__).parent / "recordings"
 DATA, CONTROL = "== Collectives, streams, events and waits ==", "== The control exchange =="
 ADVICE = "What is recorded changes only together with a run on a GPU: see the top of tests/engine/test_recordings.py"
-CONTROL_ALONE = "Only the control exchange differs: PYTHONPATH=tests/support python tests/engine/test_recordings.py --write-control, if that is meant"
+CONTROL_ALONE = (
+    "Only the control exchange differs: if that is meant, write it with --write-control (see the top of the file)"
+)
 
 
 def path_of(program: str) -> Path:
