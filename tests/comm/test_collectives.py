@@ -321,6 +321,22 @@ def test_every_optimizer_has_a_communicator_of_its_own(workers):
     workers(2).run(takes_communicators)
 
 
+def takes_communicators_after_a_group_was_destroyed() -> None:
+    with by_collectives():
+        models = [nn.Linear(2, 2) for _ in range(12)]
+        kept = [shardstep.shard(model, optim.SGD, lr=0.1) for model in models[:6]]  # more than were made before
+        earlier = dist.new_group()
+        kept += [shardstep.shard(model, optim.SGD, lr=0.1) for model in models[6:9]]
+        dist.destroy_process_group(earlier)  # torch counts one group fewer from here on
+        kept += [shardstep.shard(model, optim.SGD, lr=0.1) for model in models[9:]]
+        for opt in kept:
+            opt.close()
+
+
+def test_a_communicator_after_a_destroyed_group_had_the_name_of_another(workers):
+    workers(2).run(takes_communicators_after_a_group_was_destroyed)
+
+
 def clips_in_its_dtype() -> None:
     for dtype in (torch.float64, torch.float32):
         for config in (ShardConfig(), ShardConfig(gradients="keep")):

@@ -93,10 +93,16 @@ class _Communicators:
 
 
 def _new_group(channel: Channel, kind: str) -> Any:
-    """Make a group of the same ranks; only these call. Meanwhile all of them count the same number of groups."""
+    """Make a group of the same ranks; only these call. Meanwhile all of them count the same number of groups.
+
+    The number is higher than that of any group made here before: torch counts fewer when a program destroys a group, and
+    would give the name of a group that still lives a second time.
+    """
+    global _highest_count
     assert channel.hosts is not None
-    highest = channel.hosts.combine(count_process_groups().to_bytes(4, "big")).highest
-    with process_groups_counted_as(int.from_bytes(highest, "big")):
+    own = max(count_process_groups(), _highest_count + 1)
+    _highest_count = int.from_bytes(channel.hosts.combine(own.to_bytes(4, "big")).highest, "big")
+    with process_groups_counted_as(_highest_count):
         return dist.new_group(
             dist.get_process_group_ranks(channel.group),
             timeout=timeout_of(channel.group),
@@ -105,6 +111,7 @@ def _new_group(channel: Channel, kind: str) -> Any:
         )
 
 
+_highest_count = 0  # under which a group was made here
 _communicators: dict[str, _Communicators] = {}
 
 
