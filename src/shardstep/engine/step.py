@@ -136,7 +136,8 @@ class Engine:
 
         def arrivals() -> WeightArrivals | None:
             engine = me()
-            return None if engine is None or engine.lost else engine.runtime.weights.arrivals
+            runtime = None if engine is None else engine._runtime  # None, too, while a new plan is made
+            return None if runtime is None else runtime.weights.arrivals
 
         self.synchronize()
         self.context.readers.in_regions = True
