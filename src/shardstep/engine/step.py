@@ -149,12 +149,16 @@ class Engine:
 
     def step(self, groups: ParamGroups, scaling: Scaling | None = None) -> None:
         """Step this rank's part of the weights with the mean gradients, and give every rank all weights."""
-        weights = self.runtime.weights
-        if weights.in_flight or weights.failure is not None:  # of the step before, with gather="overlap"
-            weights.synchronize()
+        self._wait_for_last_step()
         trainable = self.read_preconditions(groups)
         self.announce_call(Call.STEP, groups)
         self.step_together(groups, scaling, trainable)
+
+    def _wait_for_last_step(self) -> None:
+        """Wait for its weights, with gather="overlap". By itself: a caller's variable would hold an old plan's memory."""
+        weights = self.runtime.weights
+        if weights.in_flight or weights.failure is not None:
+            weights.synchronize()
 
     def read_preconditions(self, groups: ParamGroups) -> tuple[bool, ...]:
         """Find whether this rank can step, before it tells the others that it does. Returns which parameters train."""
