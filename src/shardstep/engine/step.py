@@ -155,7 +155,7 @@ class Engine:
         self.step_together(groups, scaling, trainable)
 
     def _wait_for_last_step(self) -> None:
-        """Wait for its weights, with gather="overlap". By itself: a caller's variable would hold an old plan's memory."""
+        """Wait for its weights. In a function of its own: a variable of `step` would hold an old plan's memory."""
         weights = self.runtime.weights
         if weights.in_flight or weights.failure is not None:
             weights.synchronize()
