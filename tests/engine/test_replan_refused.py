@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import shardstep
 from as_collectives import by_collectives
 from fast_lane_training import SMALL_BUCKETS, batch, loss_of
 from shardstep import ShardConfig
+from shardstep.engine import step as engine_step
 from training import raised
 
 WAYS = pytest.mark.parametrize(
@@ -114,3 +118,47 @@ def refuses_a_vector(collectives: bool, gather: str, folder: Path) -> None:
 @pytest.mark.parametrize("gather", ["wait", "overlap"])
 def test_a_refused_group_or_unfrozen_parameter_destroyed_the_optimizer(workers, ranks, collectives, gather, tmp_path):
     workers(ranks).run(refuses_a_vector, collectives, gather, tmp_path, timeout=60)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def lets_go_of_the_old_plan(options: dict[str, Any]) -> None:
+    """Without the garbage collector: what waits for it takes memory beside the new plan."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    opt = shardstep.shard(model, optim.AdamW, lr=0.1, config=ShardConfig(**options))
+    build, is_gone = engine_step.build_from, []
+
+    def watched(*args: Any) -> Any:
+        is_gone.append(old() is None)
+        return build(*args)
+
+    def iterate() -> None:
+        model(torch.ones(2, 8)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+    def add_group() -> None:
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+    iterate()
+    gc.disable()
+    try:
+        with mock.patch.object(engine_step, "build_from", watched):
+            for trains, act in ((False, iterate), (True, iterate), (True, add_group), (False, iterate)):
+                old = weakref.ref(opt._engine.runtime.memory)
+                model[0].weight.requires_grad_(trains)
+                act()
+                iterate()
+    finally:
+        gc.enable()
+    assert len(is_gone) >= 4, is_gone
+    assert all(is_gone), is_gone
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "options", [{}, {"gather": "overlap"}, {"step": "backward"}, {"gradients": "keep"}], ids=lambda value: str(value)
+)
+def test_a_new_plan_takes_no_memory_beside_the_old_one(workers, ranks, options):
+    workers(ranks).run(lets_go_of_the_old_plan, options)
