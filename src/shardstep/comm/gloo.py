@@ -38,8 +38,9 @@ BUCKET_MB_BETWEEN_HOSTS = 8.0  # links are slow there, and the first bytes shoul
 PART_NBYTES = 256 * 1024
 # How much may be on the wire before backward waits for the oldest bucket: it needs memory for what arrives.
 IN_FLIGHT_NBYTES = 105_000_000
-# Of a pass: so much may other ranks send whose receives are posted when it begins. It takes memory while backward runs.
-EARLY_NBYTES = 1_000_000
+# Of a pass: so many bytes of other ranks find receives that are posted when the step before it is over. Their memory is
+# taken all the time, so it is little: of what is larger, the bytes take longer than the crossing that is saved.
+EARLY_NBYTES = 256_000
 SUM_BLOCK = 64 * 1024  # elements: what several ranks sent fits into a core's own cache
 
 
@@ -157,7 +158,7 @@ class DirectReduction:
         *,
         is_early: bool,
     ) -> None:
-        """`is_early`: its receives may be posted when a pass begins."""
+        """`is_early`: its receives may be posted before a pass."""
         self._channel, self._bucket, self._shard_of = channel, bucket, shard_of
         self._check, self._is_early = check, is_early
         count = channel.world_size

@@ -88,7 +88,7 @@ class Reduction(Protocol):
     """Brings the mean of all ranks' gradients of one bucket to the ranks that hold it; used in every pass."""
 
     def expect(self, places: Sequence[slice], dtype: torch.dtype) -> None:
-        """A pass begins, and `start` will come with these: post receives now where that takes little memory."""
+        """A pass follows, and `start` comes with these: post receives now where that takes little memory."""
 
     def start(self, parts: Sequence[Parts], places: Sequence[slice], earlier: torch.Tensor | None) -> torch.Tensor:
         """`parts[r]` are for rank r, or `parts[0]` for all (`packs_by_rank`); they must not change before `land`.

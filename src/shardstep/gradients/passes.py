@@ -219,7 +219,10 @@ class GradientPass:
             self._post_receives()
 
     def _post_receives(self) -> None:
-        """What other ranks send in this pass and after it finds receives, where that takes little memory."""
+        """Post receives for what other ranks send in the next pass, where that takes little memory.
+
+        As early as can be, after a step: then it takes one crossing of the network and not two.
+        """
         self._poll.expect(1 + 2 * len(self._params) + len(self._call_order.no_call))
         for reduction, places, dtype in zip(self._reductions, self._places, self._sent_dtypes, strict=True):
             reduction.expect(places, dtype)
@@ -362,6 +365,8 @@ class GradientPass:
             self._packing.forget()
         if self.phase is not Phase.RESTING:
             self._move(Phase.RESTING)
+        if not self._alone:
+            self._post_receives()
 
     def reduce_late(self, late: Sequence[int]) -> Exception | None:
         """Reduce what came too late, on some rank; called on every rank if it did on any.
