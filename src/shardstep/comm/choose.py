@@ -95,8 +95,8 @@ class _Communicators:
 def _new_group(channel: Channel, kind: str) -> Any:
     """Make a group of the same ranks; only these call. Meanwhile all of them count the same number of groups.
 
-    The number is higher than that of any group made here before: torch counts fewer when a program destroys a group, and
-    would give the name of a group that still lives a second time.
+    The number is higher than that of any group made here before: torch counts fewer when a program destroys a group,
+    and would give the name of a group that still lives a second time.
     """
     global _highest_count
     assert channel.hosts is not None
