@@ -305,10 +305,10 @@ def reads_once(folder: Path, saved_with: ShardConfig, config: ShardConfig) -> No
     def counted(path: Any, tensors: Any, wishes: Any) -> None:
         wishes = list(wishes)
         read.extend((wish.key, tuple(wish.offsets)) for wish in wishes if wish.target.numel())
-        read_wishes(path, tensors, wishes)
+        read_blocks(path, tensors, wishes)
 
-    read_wishes = loading.read_wishes
-    with mock.patch.object(loading, "read_wishes", counted):
+    read_blocks = loading.read_blocks
+    with mock.patch.object(loading, "read_blocks", counted):
         shardstep.load(folder, other, own)
     assert len(set(read)) == len(read), "read twice"
     assert any(key == "model.first.weight" for key, _ in read) or dist.get_rank()

@@ -19,6 +19,7 @@ from fast_lane_training import SMALL_BUCKETS, Net, assert_trains_like_ddp, batch
 from new_memory import NewMemory
 from shardstep import Layout, ShardConfig
 from shardstep.comm import gloo
+from shardstep.gradients import passes
 from shardstep.gradients.packing import GradientPacking
 from shardstep.params.flat import FlatMemory
 from shardstep.planning import make_plan, read_specs
@@ -465,7 +466,8 @@ def test_a_model_that_is_cast_after_sharding_gets_an_error(workers):
 def sends_in_order(unused: bool) -> list[str]:
     """What this rank sends in a pass: the part of a bucket, or which gradients came."""
     model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7), nn.Linear(7, 7))
-    opt = shardstep.shard(model, optim.SGD, config=ShardConfig(bucket_mb=0.0002), lr=0.1)
+    with mock.patch.object(passes, "RECORD_FIRST_NBYTES", 1):  # these buckets count as large
+        opt = shardstep.shard(model, optim.SGD, config=ShardConfig(bucket_mb=0.0002), lr=0.1)
     current = opt._engine.runtime.gradients.current
     names = {reduction.tag: f"bucket {number}" for number, reduction in enumerate(current._reductions)}
     names[current._poll.tag] = "record"

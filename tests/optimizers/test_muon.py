@@ -36,8 +36,8 @@ class Hidden(nn.Module):
 def trains_like_plain_muon(gradients: str) -> str:
     config = ShardConfig(bucket_mb=0.003, gradients=gradients)
     sharded = assert_trains_like_ddp(Hidden, optim.Muon, {"lr": 0.02}, config, steps=6)
-    assert sharded._layouts[0] is Layout.WHOLE
-    return sharded._engine.plan.digest()
+    assert sharded._engine.runtime.recipe.layouts[0] is Layout.WHOLE
+    return sharded._engine.runtime.plan.digest()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -52,7 +52,7 @@ def test_muon_with_gradients_that_are_kept(workers):
 
 def is_dealt_by_cost() -> list[int]:
     model = Hidden()
-    plan = shardstep.shard(model, optim.Muon, lr=0.02)._engine.plan
+    plan = shardstep.shard(model, optim.Muon, lr=0.02)._engine.runtime.plan
     cost = muon_cost("cpu")
     loads = [0] * plan.world_size
     for spec, rank in zip(plan.params, plan.holders(), strict=True):
@@ -180,7 +180,7 @@ def freezes_and_grows() -> list[str]:
         plain.step()
         twin.zero_grad()
         model.zero_grad()
-        plans.append(opt._engine.plan.digest())
+        plans.append(opt._engine.runtime.plan.digest())
     for name, param in model.named_parameters():
         most = 0.0 if dist.get_world_size() == 2 else 1e-5
         assert torch.allclose(param, twin.get_parameter(name), rtol=most, atol=most), name
@@ -198,7 +198,7 @@ def test_new_plans_are_the_same_on_all_ranks_and_lose_nothing(workers, ranks):
 
 def is_dealt_by_elements() -> str:
     sharded = assert_trains_like_ddp(Hidden, NormScaled, {"lr": 0.05})
-    plan = sharded._engine.plan
+    plan = sharded._engine.runtime.plan
     by_elements = make_plan(plan.params, Layout.WHOLE, world_size=plan.world_size)
     assert max(plan.held()) <= max(by_elements.held())
     return plan.digest()

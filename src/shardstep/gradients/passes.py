@@ -7,7 +7,9 @@ stepped. A gradient that comes after its bucket has gone (only reentrant checkpo
 told in the same exchange, and reduced before the step.
 
 [Note: one record] That record is sent when it is known what follows the pass (a step, another pass, gradients dropped),
-and says that, too: so all ranks know in one exchange that they step, and with what.
+and says that, too: so all ranks know in one exchange that they step, and with what. Where the last bucket is large the
+record goes before it, and what follows is a record of its own: a step begins when all ranks have sent theirs, which
+behind megabytes of gradients on the same connections would be when all of them have arrived.
 """
 
 from __future__ import annotations
@@ -37,19 +39,23 @@ from shardstep.params.profiler_ranges import is_profiled, named
 from shardstep.params.proxy import gradient_of
 from shardstep.params.views import quickly
 
+RECORD_FIRST_NBYTES = 1_000_000  # of the last bucket: from here on the record of a pass goes before it
+
 
 class Phase(Enum):
     """Where the gradients are between one step and the next."""
 
     RESTING = "no backward pass since the last step: other ranks may have made one, and wait for this one"
     FILLING = "a pass runs: buckets go out as they fill, and no gradient may be looked at"
+    ENDING = "the pass is over here, and its last buckets go out: none may be added to"
     SENT = "all of it is on its way: what other ranks had is not known, and nothing may be stepped"
     SETTLED = "all ranks know which gradients there are: shards may be looked at and stepped"
 
 
 _MOVES = {
     (Phase.RESTING, Phase.FILLING),
-    (Phase.FILLING, Phase.SENT),
+    (Phase.FILLING, Phase.ENDING),
+    (Phase.ENDING, Phase.SENT),
     (Phase.SENT, Phase.SETTLED),
     (Phase.SENT, Phase.FILLING),
     (Phase.SETTLED, Phase.FILLING),
@@ -170,6 +176,10 @@ class GradientPass:
         self._when_landed: weakref.WeakMethod[Callable[[int], None]] | None = None
         self._poll = open_poll(channel)
         self._record: bytes | None = None  # of the last pass, until the other ranks are told
+        last_nbytes = self._nbytes[-1] if self._nbytes else 0
+        by_messages = not self._alone and not self._poll.goes_together
+        self._record_first = by_messages and last_nbytes >= RECORD_FIRST_NBYTES  # see [Note: one record]
+        self._packed: dict[int, list[Parts]] = {}  # while the record goes first: what is still to be sent
         self._lock = Lock()  # autograd calls from one thread for each device
         self.phase = Phase.RESTING
         self.are_zero = False  # they were made so, and nothing was added since
@@ -188,7 +198,7 @@ class GradientPass:
     @property
     def runs(self) -> bool:
         """A pass has begun, and its messages are not all on their way."""
-        return self.phase is Phase.FILLING
+        return self.phase in (Phase.FILLING, Phase.ENDING)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -198,6 +208,8 @@ class GradientPass:
             if not self.runs:
                 self._begin()
             self.order.note(param)
+            if self._record_first and self.order.all_came():
+                return  # `end` comes next, and has a record to send before the last buckets
             while (bucket := self.order.due()) is not None:
                 self._make_room(bucket)
                 self._launch(bucket, self._packing.pack(bucket))
@@ -237,21 +249,36 @@ class GradientPass:
     def end(self, *, failed: bool = False) -> None:
         """The pass is over: reduce what is left, and write down for the others what came here.
 
-        If memory runs out the pass is still to end, as a failed one: this is called again for the rest.
+        If memory runs out the pass is still to end, as a failed one: this is called again for the rest. A record that
+        was sent already holds.
         """
         if self._call_order.apart:
             self._call_order.raise_if_diverged()
         if not self.runs:
             self._begin()  # nothing came here, but it did elsewhere
+        if self._record_first and self.phase is Phase.FILLING:
+            # All of them before the record is sent: if memory runs out here, it can say that the pass has failed.
+            for bucket in self.order.left():
+                if bucket not in self._packed:
+                    self._packed[bucket] = self._packing.pack(bucket)
+            self._write_record(failed=failed)
+            self._tell(self._call_order.no_call)
+        if self.phase is Phase.FILLING:
+            self._move(Phase.ENDING)
         for bucket in self.order.left():
             self._make_room(bucket)
-            self._launch(bucket, self._packing.pack(bucket))
+            self._launch(bucket, self._packed[bucket] if self._record_first else self._packing.pack(bucket))
+            self._packed.pop(bucket, None)
+        if not self._record_first:
+            self._write_record(failed=failed)
+        self.order.end()
+        self._move(Phase.SENT)
+
+    def _write_record(self, *, failed: bool) -> None:
         self._packing.end_pass()
         self._late = self._present()
         self._failed = self._failed or failed
         self._record = bytes([self._failed]) + self._packing.used + self._late
-        self.order.end()
-        self._move(Phase.SENT)
 
     def _tell(self, call: bytes) -> None:
         """Tell all other ranks which gradients came here, and what `call` follows: see [Note: one record].
