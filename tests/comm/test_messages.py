@@ -77,7 +77,7 @@ def count_crossings(ranks: list[list[Event]]) -> int:
                 began[event.kind, source, to, event.tag, event.nbytes].append((rank, number))
     for (kind, *key), sends in began.items():
         if kind == "send":
-            for sent, received in zip(sends, began["receive", key[0], key[1], key[2], key[3]], strict=False):
+            for sent, received in zip(sends, began["receive", key[0], key[1], key[2], key[3]], strict=True):
                 other_end[sent], other_end[received] = received, sent
     times = [[0] * len(events) for events in ranks]
     while True:
@@ -145,14 +145,15 @@ def test_a_step_sends_four_messages_to_every_other_rank(workers, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_step_takes_two_crossings(workers, world_size):
-    """One exchange before the weights are stepped, and the weights themselves: all receives are posted before."""
-    assert crossings_of_a_step(workers(world_size)) == 2
+def test_a_step_takes_three_crossings(workers, world_size):
+    """Gradients and the record take two: their receives are posted when the pass begins. The weights take one, because
+    theirs are posted when the step begins."""
+    assert crossings_of_a_step(workers(world_size)) == 3
 
 
 def test_clipping_adds_a_norm_and_an_announcement(workers):
     """Two crossings for the norm, and one for the step that follows it."""
-    assert crossings_of_a_step(workers(3), clip) == 5
+    assert crossings_of_a_step(workers(3), clip) == 6
 
 
 def test_a_second_pass_adds_its_gradients(workers):

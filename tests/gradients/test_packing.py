@@ -23,6 +23,7 @@ from shardstep.gradients import passes
 from shardstep.gradients.packing import GradientPacking
 from shardstep.params.flat import FlatMemory
 from shardstep.planning import make_plan, read_specs
+from training import raised
 
 shapes = st.lists(st.lists(st.integers(0, 6), max_size=4).map(tuple), min_size=1, max_size=8)
 
@@ -490,3 +491,32 @@ def test_ranks_tell_which_gradients_came_before_they_send_the_last(workers, unus
         buckets = [name for name in sent if name != "record"]
         assert buckets == sorted(buckets, key=lambda name: int(name.split()[1]))
         assert 0 < sent.index("record") < len(sent) - 1
+
+
+def raises_when_a_pass_failed_before_a_forward() -> tuple[str, str] | None:
+    """A pass fails on rank 1, which then turns to a forward of the model and a collective of the program."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    opt = shardstep.shard(model, optim.SGD, lr=0.1)
+    x = torch.ones(2, 8)
+    found = None
+    if dist.get_rank() == 1:
+        hidden = model[0](x)
+        hidden.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model[1](hidden).sum().backward()
+        with torch.no_grad():
+            model(x)
+    else:
+        model(x).sum().backward()
+        found = raised(opt.step)
+    dist.barrier()
+    opt.zero_grad()
+    model(x).sum().backward()
+    opt.step()
+    return found
+
+
+def test_a_rank_waited_for_one_that_made_a_forward_after_a_failed_pass(workers):
+    found, _ = workers(2).run(raises_when_a_pass_failed_before_a_forward, timeout=40)
+    assert found is not None
+    assert "the backward pass failed on ranks [1]" in found[1], found

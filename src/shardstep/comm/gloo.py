@@ -38,8 +38,8 @@ BUCKET_MB_BETWEEN_HOSTS = 8.0  # links are slow there, and the first bytes shoul
 PART_NBYTES = 256 * 1024
 # How much may be on the wire before backward waits for the oldest bucket: it needs memory for what arrives.
 IN_FLIGHT_NBYTES = 105_000_000
-# Of a pass: so many bytes of other ranks find receives that are posted when the step before it is over. Their memory is
-# taken all the time, so it is little: of what is larger, the bytes take longer than the crossing that is saved.
+# Of a pass: so many bytes of other ranks find receives that are posted when it begins. Their memory is taken while
+# backward runs, so it is little: of what is larger, the bytes take longer than the crossing that is saved.
 EARLY_NBYTES = 256_000
 SUM_BLOCK = 64 * 1024  # elements: what several ranks sent fits into a core's own cache
 

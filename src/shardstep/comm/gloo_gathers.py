@@ -67,6 +67,14 @@ class DirectGather:
         if self._posted is not None or self._in_flight.work or self._carried:
             return
         self._posted = posted = _Posted()
+        try:
+            self._post(posted)
+        except BaseException:  # half of them may be posted: `expect` then says that a step was interrupted
+            self._in_flight.work.extend(posted.work)
+            self._posted = None
+            raise
+
+    def _post(self, posted: _Posted) -> None:
         for holder in self._from_nearest():
             for message in self._messages[holder]:
                 values = message.landing()

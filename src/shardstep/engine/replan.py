@@ -15,7 +15,7 @@ import torch
 
 from shardstep.comm.agreement import attempt
 from shardstep.engine.build import connect, make_parts, plan_for
-from shardstep.engine.context import Context, ParamGroups, Recipe
+from shardstep.engine.context import Context, ParamGroups, Recipe, params_of
 from shardstep.engine.runtime import Runtime
 from shardstep.gradients.sharded import Kept
 from shardstep.optimizers.trial import no_trace
@@ -59,7 +59,7 @@ def try_plan(
         runtime.local_step.check_may_move()
         plan = plan_for(context, wanted, groups, trainable)
         parts = make_parts(context, wanted, plan, groups, stored=False)
-        with no_trace(groups[0]["params"][0].device):
+        with no_trace(params_of(groups)[0].device):
             parts.local_step.try_class(groups)
         return NextPlan(plan, wanted)
 

@@ -9,6 +9,7 @@ What a step works with is a Runtime (runtime.py), made for a plan (build.py) and
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -94,11 +95,14 @@ class Engine:
     def replan(self, groups: ParamGroups, to: NextPlan, added: Sequence[torch.Tensor] = ()) -> None:
         """Replace the Runtime by one of another plan. On all ranks; `added` parameters become what the first has."""
         moved = move_state(self.context, self.runtime, to, added)
-        with self.closing("a new plan", _STATE_IS_LOST):
-            buffers = leave(self.runtime)
-            self._runtime = None  # it holds the memory that parameters move out of
-            self._runtime = build_from(self.context, to, groups, moved)
-            settle_in(self.runtime, moved, buffers)
+        try:
+            with self.closing("a new plan", _STATE_IS_LOST):
+                buffers = leave(self.runtime)
+                self._runtime = None  # it holds the memory that parameters move out of
+                self._runtime = build_from(self.context, to, groups, moved)
+                settle_in(self.runtime, moved, buffers)
+        finally:
+            del moved  # the traceback of an error would keep it
 
     @contextmanager
     def closing(self, action: str, left: str) -> Iterator[None]:
@@ -111,6 +115,7 @@ class Engine:
             yield
         except BaseException as error:
             failure = error
+            traceback.clear_frames(error.__traceback__)  # what was half built there would live as long as the error
         try:
             self.context.final_agreement.agree(Claim(action, failure, Facts()))
         except BaseException as error:

@@ -231,9 +231,11 @@ class GradientPass:
             self._post_receives()
 
     def _post_receives(self) -> None:
-        """Post receives for what other ranks send in the next pass, where that takes little memory.
+        """Post receives for what other ranks send in this pass, where that takes little memory.
 
-        As early as can be, after a step: then it takes one crossing of the network and not two.
+        Where backward takes longer than a crossing of the network, that saves one. To post them when the step before is
+        over would save one always, but a pass that never comes would leave receives behind with every plan and every
+        optimizer, and a rank that ends after its last step would make those of the others fail.
         """
         self._poll.expect(1 + 2 * len(self._params) + len(self._call_order.no_call))
         for reduction, places, dtype in zip(self._reductions, self._places, self._sent_dtypes, strict=True):
@@ -273,6 +275,8 @@ class GradientPass:
             self._write_record(failed=failed)
         self.order.end()
         self._move(Phase.SENT)
+        if failed:  # at once: what this rank turns to next may be no call of ours, and the others raise by this
+            self._tell(self._call_order.no_call)
 
     def _write_record(self, *, failed: bool) -> None:
         self._packing.end_pass()
@@ -285,9 +289,9 @@ class GradientPass:
 
         Called before this rank waits for others or announces anything. What an earlier pass told is contained in it.
         """
-        record, self._record = self._record, None
-        if record is not None:
-            self._poll.ask(record + call)
+        if self._record is not None:
+            self._poll.ask(self._record + call)
+            self._record = None  # last: an interrupt before leaves it to the next call
 
     def _present(self) -> bytes:
         """Flags: which parameters train and have a gradient."""
@@ -392,8 +396,6 @@ class GradientPass:
             self._packing.forget()
         if self.phase is not Phase.RESTING:
             self._move(Phase.RESTING)
-        if not self._alone:
-            self._post_receives()
 
     def reduce_late(self, late: Sequence[int]) -> Exception | None:
         """Reduce what came too late, on some rank; called on every rank if it did on any.

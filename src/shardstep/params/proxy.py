@@ -79,6 +79,7 @@ class _Proxied:
 
 
 _proxied: dict[int, _Proxied] = {}  # by the identity of the parameter
+_nobody: Any = weakref.ref(set())
 
 
 def attach_proxies(owner: ProxyOwner, params: Iterable[torch.Tensor]) -> None:
@@ -102,14 +103,19 @@ def detach_proxies(owner: ProxyOwner, params: Iterable[torch.Tensor]) -> None:
 
 def set_in_flight(param: Any, source: WeightSource) -> None:
     """From now on whatever uses `param` waits for `source`. The caller holds the lock."""
-    _proxied[id(param)].source = weakref.ref(source)
-    param.__class__ = _proxy_class(_InFlight, param._shardstep_own_class)
+    # Another optimizer may have taken the proxy of a frozen parameter that both have, and was closed since; or this one
+    # was closed inside ema(). Then nobody answers for its gradient, and its values are in flight all the same.
+    _proxied.setdefault(id(param), _Proxied(_nobody)).source = weakref.ref(source)
+    own = param._shardstep_own_class if isinstance(param, _Proxy) else type(param)
+    param.__class__ = _proxy_class(_InFlight, own)
 
 
 def set_at_rest(param: Any) -> None:
     """From now on `param` is used without waiting. The caller holds the lock: another thread may do the opposite."""
     if is_in_flight(param):
-        param.__class__ = _proxy_class(_Proxy, param._shardstep_own_class)
+        known, own = _proxied.get(id(param)), param._shardstep_own_class
+        has_owner = known is not None and known.owner() is not None
+        param.__class__ = _proxy_class(_Proxy, own) if has_owner else own
 
 
 def is_in_flight(value: object) -> bool:
