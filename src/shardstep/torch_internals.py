@@ -82,19 +82,26 @@ def count_process_groups() -> int:
     return len(dist.distributed_c10d._world.pg_names)
 
 
+_OWN_NUMBERS = 1_000_000  # from here on: torch does not get so far by counting
+
+
 @contextmanager
 def process_groups_counted_as(count: int) -> Iterator[None]:
     """Inside, torch counts `count` process groups, which are at least those that there are.
 
     new_group(use_local_synchronization=True) is the one call that only the group's members make. It names the group
-    after its ranks and that count, and takes no name. The count may differ between ranks, which would then wait for
-    each other under different names.
+    after its ranks and a count, and takes no name: up to torch 2.14 of the groups that this rank is in, then of those
+    that it has made. Either may differ between ranks, which would then wait for each other under different names.
     """
-    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    world: Any = dist.distributed_c10d._world
+    names: dict[Any, Any] = world.pg_names
     added = {object(): f"shardstep/{number}" for number in range(count - len(names))}
+    made = world.group_count
     names.update(added)
+    world.group_count = _OWN_NUMBERS + count
     try:
         yield
     finally:
+        world.group_count = made  # other calls name groups after it, on ranks that are not here
         for stand_in in added:
             del names[stand_in]
