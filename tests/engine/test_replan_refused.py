@@ -162,3 +162,21 @@ def lets_go_of_the_old_plan(options: dict[str, Any]) -> None:
 )
 def test_a_new_plan_takes_no_memory_beside_the_old_one(workers, ranks, options):
     workers(ranks).run(lets_go_of_the_old_plan, options)
+
+
+def freezes_with_an_empty_first_group() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups: Any = [{"params": []}, {"params": "rest"}]
+    opt = shardstep.shard(model, optim.AdamW, groups=groups, lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+        model[0].bias.requires_grad_(False)
+    assert not opt._engine.runtime.trainable[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_new_plan_behind_an_empty_first_group_raised_index_error(workers, ranks):
+    workers(ranks).run(freezes_with_an_empty_first_group)
